@@ -30,8 +30,8 @@ def align_frames(frames: int) -> int:
 
 
 def frames_for_duration(seconds: float) -> int:
-    """The legal clip length for `seconds` of video: rounded to a frame, then up to 17k + 5."""
-    return align_frames(round(FPS * seconds))
+    """Frames in `seconds` of video, at least one, rounded to the nearest and not yet aligned."""
+    return max(1, round(FPS * seconds))
 
 
 def legal_frames() -> tuple[int, ...]:
