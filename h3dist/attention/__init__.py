@@ -1,0 +1,1 @@
+"""Attention backends: one small file each, found by name through the registry."""
