@@ -146,16 +146,18 @@ def resolve(request: Request, *, allow_untrained: bool = False, schedule: str = 
 
 
 def gather_request(
-    overrides: Mapping[str, Any],
+    config_request: object,
     request_file: str | None = None,
     prompt_file: str | None = None,
     prompt: str | None = None,
 ) -> dict[str, Any]:
     """The fields of one request from all the places that can say them, later ones winning; not validated.
 
-    `overrides` are the `request.*` configuration values, null where unsaid; its `file` and `prompt_file`
-    stand in for the two arguments. Raises RequestError for a file that cannot be read and for one said twice.
+    `config_request` has the `request.*` configuration values, None where unsaid; its `file` and
+    `prompt_file` stand in for the two arguments. Raises RequestError for a file that cannot be read and for
+    one said twice.
     """
+    overrides = vars(config_request)
     request_file = _said_once("a request file", request_file, overrides.get("file"))
     prompt_file = _said_once("a prompt file", prompt_file, overrides.get("prompt_file"))
     data = read_request_file(request_file) if request_file is not None else {}
@@ -221,8 +223,8 @@ def _frames_asked(request: Request, allow_untrained: bool) -> int:
         return DEFAULT_FRAMES
     if frames > MAX_TRAINED_FRAMES and not allow_untrained:
         raise RequestError(
-            f"{asked}: the model was trained for 1 to {MAX_TRAINED_FRAMES} frames, "
-            f"{MAX_TRAINED_FRAMES / FPS:.4g} s; the nearest is {MAX_TRAINED_FRAMES}, and --allow-untrained admits more"
+            f"{asked}: the model was trained for 1 to {MAX_TRAINED_FRAMES} frames; the nearest is "
+            f"{MAX_TRAINED_FRAMES} ({MAX_TRAINED_FRAMES / FPS:.4g} s), and --allow-untrained admits more"
         )
     return frames
 
