@@ -1,0 +1,86 @@
+"""A time limit for every test that also ends the ranks it started, and the `gpu` marker."""
+
+import faulthandler
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import pytest
+
+LIMIT = 120.0  # seconds a test may take; `@pytest.mark.limit(300)` gives one test more
+GRACE = 15.0  # seconds for a test to fail after its limit, before the whole run is ended
+STDERR = pytest.StashKey[int]()
+
+
+def pytest_configure(config):
+    config.stash[STDERR] = os.dup(2)  # the real one: by the time a test hangs, 2 is being captured
+
+
+def pytest_unconfigure(config):
+    os.close(config.stash[STDERR])
+
+
+def pytest_collection_modifyitems(items):
+    marked = [item for item in items if item.get_closest_marker("gpu")]
+    if marked and not _cuda():
+        for item in marked:
+            item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item):
+    marker = item.get_closest_marker("limit")
+    seconds = float(marker.args[0]) if marker else LIMIT
+    with _limited(seconds, item.config.stash[STDERR], item.nodeid):
+        return (yield)
+
+
+@contextmanager
+def _limited(seconds: float, stderr: int, name: str) -> Iterator[None]:
+    """Past `seconds`: every stack on stderr, every process below this one killed, the test failed.
+
+    A main thread that is stuck outside Python cannot fail its test; then faulthandler ends the run.
+    """
+
+    def expire(_signal, _frame):
+        os.write(stderr, f"\n{name}: over its limit of {seconds:g} s; the stacks:\n".encode())
+        faulthandler.dump_traceback(stderr)
+        for pid in descendants(os.getpid()):
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        pytest.fail(f"over its limit of {seconds:g} s", pytrace=True)
+
+    before = signal.signal(signal.SIGALRM, expire)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    faulthandler.dump_traceback_later(seconds + GRACE, exit=True, file=stderr)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+        faulthandler.cancel_dump_traceback_later()
+
+
+def descendants(pid: int) -> list[int]:
+    """Every process below `pid`, nearest first, from /proc; none where there is no /proc."""
+    parents = dict(filter(None, map(_parent, Path("/proc").glob("[0-9]*/stat"))))
+    found = [pid]
+    for above in found:
+        found += [child for child, parent in parents.items() if parent == above]
+    return found[1:]
+
+
+def _parent(stat: Path) -> tuple[int, int] | None:
+    """A process and its parent; the name before them may hold spaces and brackets."""
+    try:
+        return int(stat.parent.name), int(stat.read_text().rpartition(")")[2].split()[1])
+    except OSError:
+        return None  # it has just ended
+
+
+def _cuda() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
