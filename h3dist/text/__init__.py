@@ -1,0 +1,1 @@
+"""The prompt's way to hidden states: `tokenizer` (no torch) and `encoder` (transformers on use)."""
