@@ -146,26 +146,26 @@ def resolve(request: Request, *, allow_untrained: bool = False, schedule: str = 
 
 
 def gather_request(
-    config_request: object,
+    config_request: Mapping[str, Any],
     request_file: str | None = None,
     prompt_file: str | None = None,
     prompt: str | None = None,
 ) -> dict[str, Any]:
     """The fields of one request from all the places that can say them, later ones winning; not validated.
 
-    `config_request` has the `request.*` configuration values, None where unsaid; its `file` and
-    `prompt_file` stand in for the two arguments. Raises RequestError for a file that cannot be read and for
-    one said twice.
+    `config_request` are the `request.*` configuration values, None where unsaid; `file` and `prompt_file`
+    among them stand in for the two arguments. Raises RequestError for a file that cannot be read and for one
+    said twice.
     """
-    overrides = vars(config_request)
-    request_file = _said_once("a request file", request_file, overrides.get("file"))
-    prompt_file = _said_once("a prompt file", prompt_file, overrides.get("prompt_file"))
+    request_file = _said_once("a request file", request_file, config_request.get("file"))
+    prompt_file = _said_once("a prompt file", prompt_file, config_request.get("prompt_file"))
     data = read_request_file(request_file) if request_file is not None else {}
     if prompt_file is not None:
         data["prompt"] = read_prompt_file(prompt_file)
     if prompt is not None:
         data["prompt"] = prompt
-    said = {name: overrides[name] for name in Request.model_fields if overrides.get(name) is not None}
+    said = {name: value for name, value in config_request.items() if name in Request.model_fields}
+    said = {name: value for name, value in said.items() if value is not None}
     if "frames" in said or "duration" in said:  # either one says the length anew
         data.pop("frames", None), data.pop("duration", None)
     return data | said

@@ -1,0 +1,205 @@
+"""The commands of `h3dist`. What one needs beyond the command line is imported when it runs."""
+
+from typing import Annotated
+
+import typer
+
+from h3dist.cli.shell import (
+    Attention,
+    Commands,
+    Gpus,
+    Mode,
+    NoClobber,
+    OutputPath,
+    Overrides,
+    PromptFile,
+    RequestFile,
+    Untrained,
+    Verbose,
+    Words,
+    print_version,
+    say,
+)
+from h3dist.errors import ConfigError, nearest
+
+EPILOG = (
+    "Exit codes: 0 done; 1 unexpected, or files that differ; 2 request or configuration; 3 checkpoint; "
+    "4 the plan is not legal or does not fit; 5 output; 6 NaN or infinity; 7 a rank died or timed out; "
+    "8 a package is missing; 130 interrupted; 143 terminated."
+)
+PLANNED_PROMPT = "A quiet shot of a woman by a rain-streaked window. She says, 'We should leave before dawn.'"
+
+app = typer.Typer(
+    cls=Commands,
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    epilog=EPILOG,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+@app.callback()
+def common(
+    verbose: Verbose = False,
+    version: Annotated[
+        bool, typer.Option("--version", is_eager=True, callback=print_version, help="Print the version.")
+    ] = False,
+) -> None:
+    """MiniMax H3: a prompt to video with sound, on 1 to 8 GPUs, from single-file checkpoints."""
+
+
+@app.command()
+def generate(
+    words: Words = None,
+    request: RequestFile = None,
+    prompt_file: PromptFile = None,
+    output: OutputPath = None,
+    gpus: Gpus = "auto",
+    mode: Mode = None,
+    attention: Attention = None,
+    no_clobber: NoClobber = False,
+    allow_untrained: Untrained = False,
+    verbose: Verbose = False,
+) -> None:
+    """Make one clip.
+
+    The first word is the prompt, even if it holds `=`; the rest are Hydra overrides such as request.seed=7.
+    With --request or --prompt-file every word is an override. A prompt that starts with `-` follows `--`.
+    """
+    from h3dist import launcher
+    from h3dist.cli.typed import ask, group_options, output_options, rank_count
+
+    options = group_options(mode, attention, allow_untrained)
+    asked = ask(words or [], options, request, prompt_file)
+    job = launcher.Job(
+        request=asked.request,
+        overrides=asked.overrides,
+        gpus=rank_count(gpus),
+        output=output_options(asked.overrides, output, no_clobber),
+        verbose=verbose,
+    )
+    raise typer.Exit(launcher.run_generate(job))
+
+
+@app.command()
+def plan(
+    words: Words = None,
+    request: RequestFile = None,
+    prompt_file: PromptFile = None,
+    output: OutputPath = None,
+    gpus: Gpus = "auto",
+    gpu_memory: Annotated[
+        str | None, typer.Option("--gpu-memory", metavar="SIZE", help="Memory of each GPU, as in 96GiB.")
+    ] = None,
+    mode: Mode = None,
+    attention: Attention = None,
+    allow_untrained: Untrained = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
+    verbose: Verbose = False,
+) -> None:
+    """Say who would hold and send what, without making anything; takes what `generate` takes."""
+    import json
+
+    from h3dist import preflight
+    from h3dist.cli.typed import ask, byte_count, group_options, rank_count
+
+    options = group_options(mode, attention, allow_untrained)
+    asked = ask(words or [], options, request, prompt_file, stand_in=PLANNED_PROMPT)
+    made, notes = preflight.plan_run(
+        asked.config, asked.request, gpus=rank_count(gpus), gpu_memory=byte_count(gpu_memory)
+    )
+    for note in notes:
+        say(note)
+    typer.echo(json.dumps(made.as_dict(), indent=2) if as_json else made.text())
+
+
+@app.command()
+def decode(
+    file: Annotated[str, typer.Argument(metavar="FILE", help="Latents of a run that failed late.")],
+    words: Overrides = None,
+    output: OutputPath = None,
+    no_clobber: NoClobber = False,
+    verbose: Verbose = False,
+) -> None:
+    """Make the MP4 from saved latents."""
+    from pathlib import Path
+
+    from h3dist import pipeline
+    from h3dist.cli.typed import output_options
+    from h3dist.config import compose
+
+    overrides = words or []
+    chosen = output_options(overrides, output, no_clobber)
+    typer.echo(pipeline.decode_file(compose(overrides), Path(file), chosen))
+
+
+@app.command()
+def inspect(file: Annotated[str, typer.Argument(metavar="FILE")], verbose: Verbose = False) -> None:
+    """Say what a checkpoint file is: model, sizes, number formats."""
+    from pathlib import Path
+
+    from h3dist.checkpoint.inspect import describe
+
+    typer.echo(describe(Path(file)))
+
+
+@app.command()
+def tiny(
+    directory: Annotated[str, typer.Argument(metavar="DIR")],
+    form: Annotated[str, typer.Option("--form", metavar="curve|full", help="Of its timesteps.")] = "curve",
+    seed: Annotated[int, typer.Option("--seed", help="Of the random weights.")] = 0,
+    verbose: Verbose = False,
+) -> None:
+    """Write a complete set of small random checkpoints, to try everything without the real ones."""
+    from pathlib import Path
+
+    from h3dist.checkpoint.tiny import write_tiny
+
+    if form not in ("curve", "full"):
+        raise ConfigError(f"--form {form}: must be curve or full{nearest(form, ('curve', 'full'))}")
+    for path in write_tiny(Path(directory), form=form, seed=seed).values():
+        typer.echo(path)
+
+
+@app.command()
+def compare(
+    first: Annotated[str, typer.Argument(metavar="A")],
+    second: Annotated[str, typer.Argument(metavar="B")],
+    verbose: Verbose = False,
+) -> None:
+    """Say where two files of latents, intermediates or traces part; exit code 1 if they do."""
+    from h3dist.compare import compare_files
+
+    text, same = compare_files(first, second)
+    typer.echo(text)
+    raise typer.Exit(0 if same else 1)
+
+
+@app.command()
+def attention(verbose: Verbose = False) -> None:
+    """List the attention backends and what each needs."""
+    import torch
+
+    from h3dist.attention.registry import BACKENDS
+
+    cuda = torch.cuda.is_available()
+    device, dtype = torch.device("cuda" if cuda else "cpu"), torch.bfloat16 if cuda else torch.float32
+    for name, backend in BACKENDS.items():
+        reason = backend.refuses(device, dtype)
+        exact = "exact" if backend.exact else "approximate"
+        typer.echo(f"{name:12} {exact:12} {backend.needs}{f'; not here: {reason}' if reason else ''}")
+
+
+@app.command()
+def tasks(verbose: Verbose = False) -> None:
+    """List the tasks."""
+    from h3dist.request import TASKS
+
+    for name, what in TASKS.items():
+        typer.echo(f"{name:8} {what}")
+
+
+def main() -> None:
+    """The `h3dist` script."""
+    app(prog_name="h3dist")
