@@ -1,0 +1,98 @@
+"""The denoiser on one rank: latents of a step in, velocities out.
+
+Shape letters: S all rows, s this rank's rows, L text rows, C hidden, O outputs of both heads (4 * 24 + 32).
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from h3dist.attention.backend import Attention
+from h3dist.model.block import Run, View, modulated, run_block
+from h3dist.model.exchange import Exchange
+from h3dist.model.linear import Linear, dense_linear
+from h3dist.model.modulation import PAIRS, STREAMS, Modulation
+from h3dist.model.rotary import rotation
+from h3dist.model.weights import DenoiserWeights
+from h3dist.packing import Packing, audio_to_rows, own_segments, patchify, rows_to_audio, unpatchify
+from h3dist.plan import Share
+
+
+class Denoiser:
+    """H3's velocity for one request. Calling it is a step; every rank of the layout calls it together.
+
+    text_rows_LC: the refined text rows, all of them, on every rank. A rank embeds only its own rows, which
+    may be none, and the hidden states never leave it whole: after the last block the outputs are gathered.
+    """
+
+    def __init__(
+        self,
+        weights: DenoiserWeights,
+        packing: Packing,
+        share: Share,
+        modulation: Modulation,
+        exchange: Exchange,
+        attention: Attention,
+        text_rows_LC: Tensor,
+        linear: Linear = dense_linear,
+    ) -> None:
+        self.weights = weights
+        self.packing = packing
+        self.modulation = modulation
+        self.text_rows_LC = text_rows_LC.to(weights.device, weights.dtype)
+        self.own_rows = share.rows[1] - share.rows[0]
+        self.segments = own_segments(packing, *share.rows)
+        self.final_runs = tuple(Run(s.start, s.stop, STREAMS.index(s.time)) for s in self.segments)
+        self.view = View(
+            runs=tuple(Run(s.start, s.stop, PAIRS.index((s.time, s.tag))) for s in self.segments),
+            rotation=rotation(
+                packing.position_ids[slice(*share.group_rows)], weights.inv_freq, weights.dtype
+            ),
+            exchange=exchange,
+            attention=attention,
+            linear=linear,
+        )
+
+    @torch.no_grad()
+    def __call__(self, video: Tensor, audio: Tensor, step: int) -> tuple[Tensor, Tensor]:
+        """Data-ward velocities (x0 = x + sigma v) of video [1, 24, T, h, w] and audio [1, 32, 2, A], in f32.
+
+        The latents are whole and equal on every rank, and so are the velocities, on the latents' device.
+        """
+        x_sC = self.embed(video, audio)
+        for block in range(len(self.weights.blocks)):
+            self.run_block(x_sC, block, step)
+        out_SO = self.view.exchange.gather_outputs(self.outputs(x_sC, step))
+        return self.split(out_SO.to(video.device))
+
+    def embed(self, video: Tensor, audio: Tensor) -> Tensor:
+        """x_sC: this rank's rows, latents projected in float32 and then cast to the compute dtype."""
+        latents = {"video": patchify(video), "audio": audio_to_rows(audio)}
+        x_sC = self.text_rows_LC.new_empty(self.own_rows, self.weights.dims.hidden)
+        for segment in self.segments:
+            source = slice(segment.source, segment.source + segment.stop - segment.start)
+            x_sC[segment.start : segment.stop] = self._embed_rows(segment.kind, latents, source)
+        return x_sC
+
+    def _embed_rows(self, kind: str, latents: dict[str, Tensor], source: slice) -> Tensor:
+        if kind == "text":
+            return self.text_rows_LC[source]
+        layer = {"video": self.weights.video_in, "audio": self.weights.audio_in}[kind]
+        return F.linear(latents[kind][source].to(self.weights.device, torch.float32), *layer)
+
+    def run_block(self, x_sC: Tensor, block: int, step: int) -> None:
+        """Apply one block to x_sC in place, as at a step of the schedule."""
+        run_block(x_sC, self.weights.blocks[block], self.modulation.blocks[block][step], self.view)
+
+    def outputs(self, x_sC: Tensor, step: int) -> Tensor:
+        """out_sO: both heads over own rows, in float32."""
+        h_sC = modulated(x_sC, self.weights.final_norm, self.modulation.final[step], self.final_runs)
+        return F.linear(h_sC.to(torch.float32), *self.weights.heads)
+
+    def split(self, out_SO: Tensor) -> tuple[Tensor, Tensor]:
+        """The video head's outputs of the video rows and the audio head's of the audio rows, as latents."""
+        width = self.weights.video_in.weight.shape[1]
+        video = unpatchify(out_SO[self.packing.span("video"), :width], self.packing.geometry)
+        return video, rows_to_audio(out_SO[self.packing.span("audio"), width:])

@@ -1,0 +1,124 @@
+"""How a linear layer is computed from its stored weight. A function of this kind is passed into the model.
+
+Dense: the weight is made dense in the activation's dtype, used and dropped, so at most one layer is dense at
+a time. FP4: on compute capability 10 and later, an NVFP4 weight meets an activation quantised to NVFP4 in
+comfy-kitchen's GEMM, unless the layer asks for full precision.
+
+Shape letters: M rows, K inputs, N outputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from h3dist.checkpoint.formats import Weight
+from h3dist.checkpoint.nvfp4 import Nvfp4Weight
+from h3dist.errors import MissingDependency
+from h3dist.model.exchange import Exchange
+
+FP4_CAPABILITY = (10, 0)
+FP4_RANGE = 448.0 * 6.0  # the largest E4M3 block scale times the largest E2M1 value
+GEMM_COLUMNS = 32  # cuBLAS takes FP4 operands whose K is a multiple of this
+
+# (x_MK, weight [N, K]) -> y_MN in x's dtype
+Linear = Callable[[Tensor, Weight], Tensor]
+
+
+def dense_linear(x_MK: Tensor, weight: Weight) -> Tensor:
+    """y_MN = x W^T with the weight made dense in x's dtype for this call alone."""
+    return F.linear(prescaled(x_MK, weight), weight.dense(x_MK.dtype))
+
+
+def prescaled(x_MK: Tensor, weight: Weight) -> Tensor:
+    """The activation times the layer's `pre_quant_scale`, where it has one."""
+    if weight.pre_quant_scale is None:
+        return x_MK
+    return x_MK * weight.pre_quant_scale.to(x_MK.dtype)
+
+
+class Fp4Kernels(NamedTuple):
+    """comfy-kitchen's `quantize_nvfp4` and `scaled_mm_nvfp4`, or stand-ins with their signatures."""
+
+    quantize: Callable[..., tuple[Tensor, Tensor]]
+    matmul: Callable[..., Tensor]
+
+
+@dataclass(frozen=True)
+class Fp4Linear:
+    """NVFP4 weight times NVFP4 activation; dense for every other weight.
+
+    The activation's per-tensor scale is amax / (448 * 6) over all of the tensor's elements, wherever they are
+    (Comfy checkpoint format, dynamic quantisation): ranks agree on it, so that N of them quantise as one
+    would. A layer that stores an `input_scale` needs no agreement.
+    """
+
+    exchange: Exchange
+    kernels: Fp4Kernels
+
+    def __call__(self, x_MK: Tensor, weight: Weight) -> Tensor:
+        if not isinstance(weight, Nvfp4Weight) or weight.full_precision:
+            return dense_linear(x_MK, weight)
+        x_MK = prescaled(x_MK, weight)
+        scale = self._activation_scale(x_MK, weight)
+        if x_MK.shape[0] == 0:
+            return x_MK.new_empty(0, weight.shape[0])
+        return fp4_matmul(x_MK, scale, weight, self.kernels)
+
+    def _activation_scale(self, x_MK: Tensor, weight: Nvfp4Weight) -> Tensor:
+        if weight.input_scale is not None:
+            return weight.input_scale.to(torch.float32)
+        largest = self.exchange.amax(largest_magnitude(x_MK))
+        return (largest / FP4_RANGE).clamp_min(torch.finfo(torch.float32).tiny)
+
+
+def largest_magnitude(x: Tensor) -> Tensor:
+    """Scalar f32: max |x|, without a copy of x; 0 where x is empty."""
+    if x.numel() == 0:
+        return torch.zeros((), dtype=torch.float32, device=x.device)
+    low, high = torch.aminmax(x)
+    return torch.maximum(-low, high).to(torch.float32)
+
+
+def fp4_matmul(x_MK: Tensor, scale: Tensor, weight: Nvfp4Weight, kernels: Fp4Kernels) -> Tensor:
+    """y_MN from an activation quantised with the per-tensor `scale`, padded for the kernels and cropped."""
+    packed = weight.codes.shape[1]  # bytes a row: two columns each
+    missing = -packed % (GEMM_COLUMNS // 2)
+    codes_x, scales_x = kernels.quantize(
+        F.pad(x_MK, (0, 2 * (packed + missing) - x_MK.shape[1])), scale, pad_16x=True
+    )
+    y = kernels.matmul(
+        codes_x,
+        F.pad(weight.codes, (0, missing)),
+        tensor_scale_a=scale,
+        tensor_scale_b=weight.global_scale,
+        block_scale_a=scales_x,
+        block_scale_b=weight.scales.view(torch.float8_e4m3fn),
+        out_dtype=x_MK.dtype,
+    )
+    return y[: x_MK.shape[0], : weight.shape[0]]
+
+
+def choose_linear(capability: tuple[int, int] | None, dtype: torch.dtype, exchange: Exchange) -> Linear:
+    """The linear of a run: FP4 where all devices have it and the compute dtype is bfloat16, else dense.
+
+    capability: the lowest compute capability of the ranks, None on a CPU. It must be the same on every rank,
+    because the FP4 path talks.
+    """
+    if capability is None or capability < FP4_CAPABILITY or dtype != torch.bfloat16:
+        return dense_linear
+    return Fp4Linear(exchange, kitchen_kernels())
+
+
+def kitchen_kernels() -> Fp4Kernels:
+    """comfy-kitchen's kernels. Raises MissingDependency where it is not installed."""
+    try:
+        import comfy_kitchen
+    except ImportError as error:
+        raise MissingDependency(f"FP4 matrix products need comfy-kitchen: {error}") from error
+    return Fp4Kernels(comfy_kitchen.quantize_nvfp4, comfy_kitchen.scaled_mm_nvfp4)
