@@ -1,0 +1,123 @@
+"""Pieces of the model under every layout: what the shares compute adds up to the whole."""
+
+import pytest
+import torch
+from lockstep import HandExchange, Lockstep, Part, make_parts
+from tiny_model import FFN, HEAD_DIM, HEADS, HIDDEN, TEXT_DIM, error, random_state, write
+from torch import Tensor
+
+from h3dist.attention.sdpa import sdpa
+from h3dist.checkpoint.comfy import DenoiserFile, open_denoiser
+from h3dist.geometry import Geometry
+from h3dist.model.block import View, attend, swiglu
+from h3dist.model.denoiser import Denoiser
+from h3dist.model.exchange import Alone
+from h3dist.model.linear import dense_linear
+from h3dist.model.modulation import tables
+from h3dist.model.refiner import refine_text
+from h3dist.model.rotary import rotation
+from h3dist.model.weights import load_denoiser, read_block
+from h3dist.packing import Packing, pack_t2va
+
+GEOMETRY = Geometry(32, 64, 22)
+TIMES = (0.4,), (0.7,)
+CPU = torch.device("cpu")
+TOLERANCE = 1e-5
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> object:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def dfile(tmp_path_factory: pytest.TempPathFactory) -> DenoiserFile:
+    path = tmp_path_factory.mktemp("shares") / "denoiser.safetensors"
+    return open_denoiser(write(random_state("full", seed=3), path))
+
+
+def view(positions: Tensor, inv_freq: Tensor) -> View:
+    return View((), rotation(positions, inv_freq, torch.float32), Alone(), sdpa, dense_linear)
+
+
+@pytest.mark.parametrize("tp", [2, 6])
+def test_partial_attention_and_mlp_of_all_shares_sum_to_the_whole(dfile: DenoiserFile, tp: int) -> None:
+    packing = pack_t2va(GEOMETRY, [1] * 5)
+    h = torch.randn(packing.rows, HIDDEN)
+    at = view(packing.position_ids, 1 / 10000 ** (torch.arange(2) / 2))
+
+    def partials(heads: tuple[int, int], ffn: tuple[int, int]) -> tuple[Tensor, Tensor]:
+        block = read_block(dfile, "blocks.1", heads, ffn, device=CPU, dtype=torch.float32)
+        assert block.qkv.shape == (3 * (heads[1] - heads[0]) * HEAD_DIM, HIDDEN)
+        assert block.fc2.shape == (HIDDEN, ffn[1] - ffn[0])
+        return attend(h, block, at), swiglu(h, block, dense_linear)
+
+    whole = partials((0, HEADS), (0, FFN))
+    parts = [partials(part.tp_heads, part.ffn) for part in make_parts(packing.rows, HEADS, FFN, 1, tp)]
+    for name, total, pieces in zip(("attention", "mlp"), whole, zip(*parts, strict=True), strict=True):
+        assert error(sum(pieces), total) <= TOLERANCE, name
+        assert error(pieces[0], total) > 0.1  # a share alone is not the whole
+
+
+def run_layout(dfile: DenoiserFile, packing: Packing, sp: int, tp: int) -> list[tuple[Tensor, Tensor, int]]:
+    """Velocities and number of amax agreements of every rank of a layout, for one random step."""
+    torch.manual_seed(5)
+    video, audio = random_latents(packing.geometry)
+    text = refine_text(dfile, torch.randn(packing.text_rows, TEXT_DIM), CPU)
+    modulation = tables(dfile, *TIMES, device=CPU, dtype=torch.float32)
+
+    def rank_main(rank: int, part: Part, exchange: HandExchange) -> tuple[Tensor, Tensor, int]:
+        weights = load_denoiser(dfile, part, device=CPU, dtype=torch.float32)
+        denoiser = Denoiser(weights, packing, part, modulation, exchange, sdpa, text)
+        return *denoiser(video, audio, 0), exchange.amax_calls
+
+    return Lockstep(make_parts(packing.rows, HEADS, FFN, sp, tp)).run(rank_main)
+
+
+def random_latents(geometry: Geometry) -> tuple[Tensor, Tensor]:
+    video = torch.randn(1, 24, geometry.latent_t, geometry.latent_h, geometry.latent_w)
+    return video, torch.randn(1, 32, 2, geometry.audio_latents)
+
+
+LAYOUTS = [(2, 1), (4, 1), (7, 1), (1, 2), (1, 4), (1, 6), (1, 7), (2, 2), (2, 3), (3, 2)]
+FEW_ROWS = Geometry(32, 32, 5)  # 23 rows with 5 of text: of 7 ranks the sixth has 3 and the last none
+
+
+@pytest.mark.parametrize("geometry", [GEOMETRY, FEW_ROWS], ids=["ragged", "few"])
+@pytest.mark.parametrize(("sp", "tp"), LAYOUTS)
+def test_every_layout_gives_the_velocities_of_one_rank(
+    dfile: DenoiserFile, geometry: Geometry, sp: int, tp: int
+) -> None:
+    packing = pack_t2va(geometry, [1] * 5)
+    ((video, audio, _),) = run_layout(dfile, packing, 1, 1)
+    results = run_layout(dfile, packing, sp, tp)
+    for got_video, got_audio, amax_calls in results:
+        assert error(got_video, video) <= TOLERANCE
+        assert error(got_audio, audio) <= TOLERANCE
+        assert torch.equal(got_video, results[0][0])  # equal on every rank
+        assert torch.equal(got_audio, results[0][1])
+        assert amax_calls == 0  # dense weights need no agreement
+
+
+def test_the_layouts_include_short_and_empty_ranks() -> None:
+    rows = [b - a for a, b in (part.rows for part in make_parts(23, HEADS, FFN, 7, 1))]
+    assert pack_t2va(FEW_ROWS, [1] * 5).rows == 23
+    assert rows == [4, 4, 4, 4, 4, 3, 0]
+
+
+def test_a_rank_embeds_its_own_rows_alone(dfile: DenoiserFile, monkeypatch: pytest.MonkeyPatch) -> None:
+    packing = pack_t2va(GEOMETRY, [1] * 5)
+    part = make_parts(packing.rows, HEADS, FFN, 3, 1)[1]
+    weights = load_denoiser(dfile, part, device=CPU, dtype=torch.float32)
+    modulation = tables(dfile, *TIMES, device=CPU, dtype=torch.float32)
+    denoiser = Denoiser(weights, packing, part, modulation, Alone(), sdpa, torch.randn(5, HIDDEN))
+    projected = []
+    linear = torch.nn.functional.linear
+    monkeypatch.setattr(
+        "h3dist.model.denoiser.F.linear", lambda x, *rest: projected.append(x.shape[0]) or linear(x, *rest)
+    )
+    denoiser.embed(*random_latents(GEOMETRY))
+    assert sum(projected) == part.rows[1] - part.rows[0]
