@@ -1,4 +1,4 @@
-"""What a denoiser asks of the other ranks, as an interface. The model never imports torch.distributed.
+"""What a denoiser asks of the other ranks, as an interface: the model itself never talks to them.
 
 Shape letters: S all rows; s this rank's rows; g the rows of its tensor-parallel group; H heads of its
 tensor-parallel share, h heads it attends to; D head size; C hidden; O outputs of both heads.
