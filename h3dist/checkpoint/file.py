@@ -124,8 +124,7 @@ class TensorFile:
         rows: Iterable[Range] | None = None,
         cols: Range | None = None,
     ) -> Tensor:
-        """A tensor's storage as a uint8 matrix, cut likewise; `row_bytes` wide, by default a row of the
-        tensor.
+        """A tensor's bytes as a uint8 matrix, cut likewise; `row_bytes` wide, default a row of the tensor.
 
         `cols` counts bytes. Rows that follow each other in the file are read as one piece.
         """

@@ -72,8 +72,7 @@ def read_tensor(state: DenoiserFile, name: str) -> Tensor:
 
 
 def rank_file_bytes(state: DenoiserFile, heads: Range, ffn: Range, *, refiner: bool) -> int:
-    """Bytes that a rank asks of the denoiser's file in all: these heads, this part of the MLP, what every
-    rank reads.
+    """Bytes that a rank asks of the denoiser's file in all: its heads, its part of the MLP, what all read.
 
     `refiner`: whether it also reads the text projection and the token refiner, as rank 0 does.
     """
