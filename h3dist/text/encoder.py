@@ -1,0 +1,116 @@
+"""Qwen3-VL as MiniMax H3 reads it: the residual stream after decoder layer 50, before any norm, in float32.
+
+The modules are transformers' own, built without storage and without the layers, final norm and head that the
+file lacks; every linear and the token embedding are then exchanged for ones over the stored weights.
+Shapes: L rows of text, C hidden.
+"""
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from h3dist.checkpoint.comfy import StateFile
+from h3dist.checkpoint.text_names import LAYERS
+from h3dist.errors import CheckpointError, ConfigError, NumericsError
+from h3dist.text.layers import StoredEmbedding, StoredLinear
+from h3dist.text.released import RELEASED_CONFIG
+from h3dist.text.tokenizer import Presentation
+
+if TYPE_CHECKING:
+    from transformers import Qwen3VLModel
+
+
+class TextEncoder:
+    """The conditioner on one device. `load` reads it, `encode` runs it, `release` gives its memory back."""
+
+    def __init__(self, model: "Qwen3VLModel", device: torch.device) -> None:
+        self.model: Qwen3VLModel | None = model
+        self._device = device
+
+    @classmethod
+    def load(cls, state: StateFile, config: str | None, device: torch.device | str) -> "TextEncoder":
+        """Reads every tensor of the file onto `device`: matrices as they are stored, the rest as float32.
+
+        `config` is the path of the Hugging Face config.json that the file was opened with, None for the
+        released model. Raises ConfigError for one that is no Qwen3-VL's, CheckpointError for damaged scales.
+        """
+        model = skeleton(_read_config(config))
+        _store_layers(model, state, device)
+        plain = {name: state.tensor(file_name(name)).to(device, torch.float32) for name in model.state_dict()}
+        model.load_state_dict(plain, assign=True)
+        return cls(model.to(device).requires_grad_(False).eval(), torch.device(device))
+
+    @torch.no_grad()
+    def encode(self, presentation: Presentation) -> tuple[Tensor, Tensor]:
+        """Hidden states float32 [L, C] on the encoder's device and modality tags int64 [L] on the CPU.
+
+        Raises CheckpointError for a token id that the embedding lacks, NumericsError for NaN or infinity.
+        """
+        assert self.model is not None, "the encoder was released"
+        rows = self.model.get_input_embeddings().stored.shape[0]
+        if max(presentation.ids) >= rows:
+            raise CheckpointError(
+                f"the tokenizer gives token id {max(presentation.ids)}, but the text encoder's embedding has "
+                f"{rows} rows: they do not belong together"
+            )
+        ids_1L = torch.tensor([presentation.ids], device=self._device)
+        states_LC = self.model(input_ids=ids_1L, use_cache=False).last_hidden_state[0]
+        if not bool(torch.isfinite(states_LC).all()):
+            raise NumericsError("the text encoder's hidden states are NaN or infinite")
+        return states_LC, torch.tensor(presentation.tags, dtype=torch.int64)
+
+    def release(self) -> None:
+        """Drops the weights; on CUDA their memory goes back to the device."""
+        self.model = None
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+def _read_config(path: str | None) -> dict[str, Any]:
+    if path is None:
+        return RELEASED_CONFIG
+    try:
+        config = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"model.text_encoder_config {path} is no readable JSON file: {error}") from error
+    if not isinstance(config, dict) or config.get("model_type") != "qwen3_vl":
+        found = config.get("model_type") if isinstance(config, dict) else type(config).__name__
+        raise ConfigError(
+            f"model.text_encoder_config {path} must be of model_type 'qwen3_vl', found {found!r}"
+        )
+    return config
+
+
+def skeleton(config: dict[str, Any]) -> "Qwen3VLModel":
+    """transformers' model with `LAYERS` decoder layers and no final norm; parameters on the meta device."""
+    from transformers import Qwen3VLConfig, Qwen3VLModel
+
+    settings = Qwen3VLConfig(**config)
+    settings.text_config.num_hidden_layers = LAYERS
+    with torch.device("meta"):
+        model = Qwen3VLModel(settings)
+    model.language_model.norm = nn.Identity()
+    # Rotary frequencies are in no file: built again where arithmetic is real.
+    model.language_model.rotary_emb = type(model.language_model.rotary_emb)(settings.text_config)
+    model.visual.rotary_pos_emb = type(model.visual.rotary_pos_emb)(settings.vision_config)
+    return model
+
+
+def _store_layers(model: "Qwen3VLModel", state: StateFile, device: torch.device | str) -> None:
+    """Puts layers over stored weights in the place of every linear and of the language model's embedding."""
+    for name, module in list(model.named_modules()):
+        layer = file_name(name)
+        if isinstance(module, nn.Linear):
+            bias = None if module.bias is None else state.tensor(f"{layer}.bias").to(device, torch.float32)
+            model.set_submodule(name, StoredLinear(state.linear(layer).to(device), bias))
+        elif module is model.language_model.embed_tokens:
+            model.set_submodule(name, StoredEmbedding(state.linear(layer).to(device)))
+
+
+def file_name(name: str) -> str:
+    """The file's name of a tensor: Comfy says `model.` where transformers says `language_model.`."""
+    part, _, rest = name.partition(".")
+    return f"model.{rest}" if part == "language_model" else name
