@@ -1,7 +1,7 @@
 """The files that a run writes: their names, their temporary names, and the checks before work.
 
-A run never leaves half a file: each is written beside its place under a short temporary name, and renamed when
-it is whole. The names are chosen before any rank starts, so that whoever ends the run can remove the files.
+A run never leaves half a file: each is written beside its place under a short temporary name, and renamed
+once it is whole. The names are chosen before any rank starts, so that whoever ends the run can remove them.
 Standard library only.
 """
 
@@ -32,7 +32,7 @@ PIXELS_A_BYTE = 16  # of H.264 at the quality we write, on the safe side: an est
 
 @dataclass(frozen=True)
 class Outputs:
-    """Absolute paths of all files that a run may write, and in `parts` of their temporary forms by field name.
+    """Absolute paths of all files that a run may write, and in `parts` of their temporary forms by field.
 
     `sidecar` is the JSON beside the MP4 `path`, `sound` the WAV beside a silent one, `rescue` the latents
     that are left if decode or mux fails. None: not asked for.

@@ -8,12 +8,16 @@ Standard library only; times are seconds since the epoch.
 import json
 import os
 import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from h3dist.errors import H3Error
 
 RUNNING, DONE, FAILED, STOPPED = "running", "done", "failed", "stopped"
+LIFELINE = "lifeline"
 
 
 @dataclass(frozen=True)
@@ -26,9 +30,9 @@ class Cause:
     rank: int | None = None
     stage: str | None = None
 
-    def text(self) -> str:
-        """One line for the user: "OutputError on rank 0 in mux: disk full"."""
-        where = f" on rank {self.rank}" if self.rank is not None else ""
+    def text(self, world: int) -> str:
+        """One line for the user, of one rank among `world`: "OutputError on rank 0 in mux: disk full"."""
+        where = f" on rank {self.rank}" if self.rank is not None and world > 1 else ""
         return f"{self.kind}{where}{f' in {self.stage}' if self.stage else ''}: {self.message}"
 
 
@@ -44,9 +48,13 @@ class Status:
     ended: float | None = None
     cause: Cause | None = None
 
+    def alive(self) -> bool:
+        """Whether the rank's process still runs; a zombie does not."""
+        return birth(self.pid) == self.born
+
     def vanished(self) -> bool:
         """Whether the process is gone without a word: killed from outside, or crashed in native code."""
-        return self.state == RUNNING and not alive(self.pid, self.born)
+        return self.state == RUNNING and not self.alive()
 
 
 @dataclass(frozen=True)
@@ -74,7 +82,9 @@ class StatusFile:
         self._write(replace(self._read(), state=DONE, ended=time.time()))
 
     def failed(self, error: BaseException) -> None:
-        """Say that `error` ended the rank's work."""
+        """Say that `error` ended the rank's work; its traceback goes to a file beside."""
+        lines = traceback.format_exception(error)
+        self.path.with_suffix(".traceback").write_text("".join(lines), errors="backslashreplace")
         now = self._read()
         cause = describe(error, self.rank, now.stage)
         self._write(replace(now, state=FAILED, ended=time.time(), cause=cause))
@@ -84,7 +94,7 @@ class StatusFile:
         self._write(replace(self._read(), state=STOPPED, ended=time.time()))
 
     def _read(self) -> Status:
-        status = load(self.path)
+        status = _load(self.path)
         assert status is not None, f"{self.path} before start()"
         return status
 
@@ -110,8 +120,18 @@ def describe(error: BaseException, rank: int, stage: str | None) -> Cause:
     )
 
 
-def load(path: Path) -> Status | None:
-    """One status file, or None where there is none."""
+def load_rank(folder: Path, rank: int) -> Status | None:
+    """What `rank` last said in the status folder, or None if it has not spoken yet."""
+    return _load(StatusFile.of(folder, rank).path)
+
+
+def load_all(folder: Path, world: int) -> list[Status]:
+    """The status of every rank that has spoken yet, in rank order."""
+    found = (load_rank(folder, rank) for rank in range(world))
+    return [status for status in found if status is not None]
+
+
+def _load(path: Path) -> Status | None:
     try:
         fields = json.loads(path.read_text(encoding="ascii"))
     except FileNotFoundError:
@@ -120,21 +140,49 @@ def load(path: Path) -> Status | None:
     return Status(**fields, cause=Cause(**cause) if cause else None)
 
 
-def load_all(folder: Path, world: int) -> list[Status]:
-    """The status of every rank that has spoken yet, in rank order."""
-    found = (load(StatusFile.of(folder, rank).path) for rank in range(world))
-    return [status for status in found if status is not None]
-
-
 def birth(pid: int) -> int | None:
     """When a process started, in clock ticks since boot (Linux); None if it is gone or a zombie."""
+    fields = _process_fields(pid)
+    return None if fields is None or fields[0] in "ZX" else int(fields[19])
+
+
+def parent(pid: int) -> int | None:
+    """The process that started `pid`; None if it is gone or a zombie."""
+    fields = _process_fields(pid)
+    return None if fields is None or fields[0] in "ZX" else int(fields[1])
+
+
+def _process_fields(pid: int) -> list[str] | None:
+    """`/proc/PID/stat` from the third field, the state, on; None where there is no such process."""
     try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError):
         return None
-    return None if fields[0] in "ZX" else int(fields[19])
 
 
-def alive(pid: int, born: int) -> bool:
-    """Whether the process `pid` that started at `born` still runs; a zombie does not."""
-    return birth(pid) == born
+@contextmanager
+def hold_lifeline(folder: Path) -> Iterator[None]:
+    """Hold a FIFO in `folder` open for writing: the kernel closes it even if this process is killed."""
+    path = folder / LIFELINE
+    os.mkfifo(path, 0o600)
+    held = os.open(path, os.O_RDWR | os.O_NONBLOCK)
+    try:
+        yield
+    finally:
+        os.close(held)
+
+
+def watch_lifeline(folder: Path | str) -> Callable[[], bool]:
+    """A question for a rank to ask now and then: has the launcher let go of the lifeline in `folder`?"""
+    try:
+        watched = os.open(Path(folder) / LIFELINE, os.O_RDONLY | os.O_NONBLOCK)
+    except FileNotFoundError:
+        return lambda: True
+
+    def let_go() -> bool:
+        try:
+            return os.read(watched, 1) == b""
+        except BlockingIOError:  # nothing to read, but a writer: the launcher is there
+            return False
+
+    return let_go

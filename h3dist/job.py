@@ -1,0 +1,47 @@
+"""The job: what every rank of a run is told, as JSON values, written by the launcher.
+
+{"request": a legal request with every choice made, "notes": what was chosen for the user,
+ "output": the fields of `Outputs`, "status_dir": a folder or null, "verbose": true or false}
+"""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from h3dist.config import Config
+from h3dist.outputs import check_outputs, choose_outputs
+from h3dist.request import parse_request, resolve
+
+
+def make_job(config: Config, fields: Mapping[str, Any], output: Mapping[str, Any]) -> dict[str, Any]:
+    """The job for a request of `fields`, checked as far as can be before any work.
+
+    `output` says where to write (`path`, `latents`, `intermediates`, `trace`, `clobber`); what it leaves out
+    or null comes from the configuration. Raises `RequestError` and `OutputError`.
+    """
+    resolved = resolve(
+        parse_request(fields),
+        allow_untrained=config.runtime.allow_untrained,
+        schedule=config.sampler.schedule,
+    )
+    said = vars(config.output) | {name: value for name, value in output.items() if value is not None}
+    outputs = choose_outputs(**said, mux_audio=resolved.mux_audio)
+    check_outputs(outputs, resolved.geometry, resolved.steps)
+    return {
+        "request": resolved.as_request(),
+        "notes": list(resolved.notes),
+        "output": outputs.as_dict(),
+        "status_dir": None,
+        "verbose": False,
+    }
+
+
+def write_job(job: Mapping[str, Any], path: Path) -> None:
+    """Write a job for `read_job`, in ASCII whatever its prompt and paths hold."""
+    path.write_text(json.dumps(job), encoding="ascii")
+
+
+def read_job(path: str) -> dict[str, Any]:
+    """The job that the launcher wrote."""
+    return json.loads(Path(path).read_text(encoding="ascii"))

@@ -1,0 +1,123 @@
+"""Start the ranks of one run under torchrun, watch them, and bring back one exit code.
+
+torchrun waits 30 s for ranks that do not leave, returns 1 whatever happened, and starts every rank in a
+session of its own. So the launcher reads the ranks' status files, tells the first cause once, and ends what
+is left (`processes.py`).
+"""
+
+import re
+import shutil
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Any, NoReturn
+
+from h3dist.config import Config, compose
+from h3dist.errors import PlanError
+from h3dist.job import make_job, write_job
+from h3dist.processes import Outcome, launch_ranks, on_signals
+from h3dist.topology import threads_per_rank, visible_devices
+
+# torchrun's own log goes to a file, while the ranks that it starts keep the terminal's descriptors.
+TORCHRUN = (
+    "import sys; sys.stdout = sys.stderr = open(sys.argv.pop(1), 'w', buffering=1); "
+    "from torch.distributed.run import main; main()"
+)
+
+
+@dataclass(frozen=True)
+class Job:
+    """What the command line asks for: fields of the request and of the output; no `gpus` stands for auto."""
+
+    request: dict[str, Any]
+    overrides: list[str] = field(default_factory=list)
+    gpus: int | None = None
+    output: dict[str, Any] = field(default_factory=dict)
+    verbose: bool = False
+
+
+def run_generate(job: Job) -> int:
+    """Make a clip: check everything that can be checked here, start the ranks, wait. Gives the exit code.
+
+    Raises an `H3Error` for what is refused before any rank starts, and SystemExit where a signal comes
+    before; what fails later is told on stderr.
+    """
+    from h3dist.preflight import plan_run
+
+    with on_signals(_exit):
+        config = compose(job.overrides)
+        made = make_job(config, job.request, job.output)
+        plan, notes = plan_run(config, made["request"], job.gpus)
+        check_devices(config, plan.layout.world)
+        for note in (*made["notes"], *notes):
+            print(f"h3dist: {note}", file=sys.stderr)
+        return _run(made, job, config, plan.layout.world)
+
+
+def _run(made: dict[str, Any], job: Job, config: Config, world: int) -> int:
+    folder = run_folder()
+    made |= {"status_dir": str(folder / "status"), "verbose": job.verbose}
+    write_job(made, folder / "job.json")
+    outcome = launch_ranks(
+        torchrun(folder, world, "h3dist.generate", [f"job={folder}/job.json", *job.overrides]),
+        folder / "status",
+        world,
+        list(made["output"]["parts"].values()),
+        environ={"OMP_NUM_THREADS": str(threads_per_rank(config.runtime.threads, world))},
+        log=folder / "torchrun.log",
+    )
+    return report(outcome, folder, world, job.verbose)
+
+
+def torchrun(folder: Path, world: int, module: str, arguments: Sequence[str]) -> list[str]:
+    """The command that starts `module` on `world` ranks of this machine, meeting at a free port.
+
+    Rank 0 keeps the terminal; the other ranks' output and torchrun's own go to files in `folder`. torchrun
+    expands `$` in arguments, so each is doubled to arrive as written.
+    """
+    redirects = ",".join(f"{rank}:{3 if rank else 0}" for rank in range(world))
+    options = ["--standalone", f"--nproc-per-node={world}", "--max-restarts=0", f"--redirects={redirects}"]
+    start = [sys.executable, "-c", TORCHRUN, str(folder / "torchrun.log"), *options]
+    escaped = [argument.replace("$", "$$") for argument in arguments]
+    return [*start, f"--log-dir={folder}/logs", "-m", module, *escaped]
+
+
+def run_folder() -> Path:
+    """A fresh private folder for one run's job, status and logs, whose path is legal in an override."""
+    parent = tempfile.gettempdir()
+    plain = re.fullmatch(r"[A-Za-z0-9_./-]+", parent)
+    return Path(tempfile.mkdtemp(prefix="h3dist-", dir=parent if plain else "/tmp"))
+
+
+def check_devices(config: Config, world: int) -> None:
+    """Raise `PlanError` where more ranks are asked for than GPUs are visible. Over gloo, ranks may share."""
+    runtime = config.runtime
+    visible = len(visible_devices()) if runtime.device != "cpu" else 0
+    if runtime.device == "cuda" and not visible:
+        raise PlanError("runtime.device=cuda: no GPU is visible; runtime.device=cpu runs on the processor")
+    if visible and world > visible and runtime.backend != "gloo":
+        raise PlanError(
+            f"{world} GPUs asked, {visible} visible; use --gpus {visible}, or runtime.device=cpu for "
+            f"{world} ranks on the processor"
+        )
+
+
+def report(outcome: Outcome, folder: Path, world: int, verbose: bool) -> int:
+    """Tell on stderr why a run failed and where its logs are; otherwise remove them. Gives the exit code."""
+    if outcome.cause is None:
+        shutil.rmtree(folder, ignore_errors=True)
+        return outcome.exit_code
+    print(f"h3dist: error: {outcome.cause.text(world)}", file=sys.stderr)
+    trace = folder / "status" / f"rank{outcome.cause.rank}.traceback"
+    if verbose and trace.exists():
+        print(trace.read_text(errors="replace"), file=sys.stderr, end="")
+    print(f"h3dist: logs of this run: {folder}", file=sys.stderr)
+    return outcome.exit_code
+
+
+def _exit(number: int, frame: FrameType | None) -> NoReturn:
+    """A signal handler: end this process by the usual clean-up, with the exit code that a shell expects."""
+    raise SystemExit(128 + number)
