@@ -106,7 +106,7 @@ def plan(
 
     options = group_options(mode, attention, allow_untrained)
     asked = ask(words or [], options, request, prompt_file, stand_in=PLANNED_PROMPT)
-    made, notes = preflight.plan_run(
+    made, notes = preflight.plan_ahead(
         asked.config, asked.request, gpus=rank_count(gpus), gpu_memory=byte_count(gpu_memory)
     )
     for note in notes:
@@ -125,13 +125,13 @@ def decode(
     """Make the MP4 from saved latents."""
     from pathlib import Path
 
-    from h3dist import pipeline
+    from h3dist import deliver
     from h3dist.cli.typed import output_options
     from h3dist.config import compose
 
     overrides = words or []
     chosen = output_options(overrides, output, no_clobber)
-    typer.echo(pipeline.decode_file(compose(overrides), Path(file), chosen))
+    typer.echo(deliver.decode_file(compose(overrides), Path(file), chosen))
 
 
 @app.command()
@@ -154,10 +154,10 @@ def tiny(
     """Write a complete set of small random checkpoints, to try everything without the real ones."""
     from pathlib import Path
 
-    from h3dist.checkpoint.tiny import write_tiny
-
     if form not in ("curve", "full"):
         raise ConfigError(f"--form {form}: must be curve or full{nearest(form, ('curve', 'full'))}")
+    from h3dist.checkpoint.tiny import write_tiny
+
     for path in write_tiny(Path(directory), form=form, seed=seed).values():
         typer.echo(path)
 
