@@ -234,7 +234,7 @@ def test_plan_takes_what_generate_takes(monkeypatch, run):
 
     class Preflight:
         @staticmethod
-        def plan_run(config, request, *, gpus, gpu_memory):
+        def plan_ahead(config, request, *, gpus, gpu_memory):
             seen.update(config=config, request=request, gpus=gpus, gpu_memory=gpu_memory)
             return Preflight, ("a note",)
 
