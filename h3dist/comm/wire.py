@@ -1,0 +1,219 @@
+"""The collectives of one group of ranks, over gloo or NCCL: labelled, counted, and bounded in time.
+
+Every tensor that moves between ranks moves in one of the four methods here. They give what the group's
+ranks, in their order, would give if laid end to end, and they count what this rank sends to the others by
+the label.
+"""
+
+import re
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from h3dist.comm.board import Board
+
+# torch 2.13 renamed both; the old names still work there, with a warning.
+_all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter: Callable[..., Any] = (
+    getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+)
+
+SLICE = timedelta(seconds=0.2)  # between looks at the board while waiting
+BACKSTOP = 30.0  # seconds that the backend's own time limit lies behind ours, which can name the missing
+
+
+@dataclass(frozen=True)
+class Group:
+    """Ranks that share a wire, in the order of their pieces, and how long they wait for each other."""
+
+    name: str
+    ranks: tuple[int, ...]
+    index: int  # mine among them
+    handle: dist.ProcessGroup
+    board: Board
+    limit: float  # seconds
+
+    @property
+    def size(self) -> int:
+        return len(self.ranks)
+
+
+class Wire(ABC):
+    """The four collectives of a group. `counted` gathers, by label, the bytes that this rank sends."""
+
+    def __init__(self, group: Group, counted: dict[str, int]) -> None:
+        self.group, self.counted = group, counted
+
+    def all_gather(self, label: str, x: Tensor) -> Tensor:
+        """Every rank's `x`, all of one shape [r, ...], end to end: [size * r, ...]."""
+        self._begin(label, x.nbytes * (self.group.size - 1))
+        return self._gather(label, x.contiguous())
+
+    def all_to_all(self, label: str, x: Tensor, out: Sequence[int], into: Sequence[int]) -> Tensor:
+        """Flat `x` cut in pieces of `out` elements, one for each rank; gives theirs for me, of `into`
+        elements.
+        """
+        own = self.group.index
+        assert x.is_contiguous() and sum(out) == x.numel() and out[own] == into[own], (out, into, x.shape)
+        self._begin(label, (x.numel() - out[own]) * x.element_size())
+        return self._exchange(label, x.flatten(), list(out), list(into))
+
+    def reduce_scatter(self, label: str, x: Tensor) -> Tensor:
+        """The sum over ranks of x [size * r, ...], of which each rank gets its own r rows."""
+        self._begin(label, x.nbytes // self.group.size * (self.group.size - 1))
+        return self._reduce(label, x.contiguous())
+
+    def broadcast(self, label: str, x: Tensor) -> Tensor:
+        """The first rank's `x` on all; the others give a tensor of its shape and dtype, which may be
+        overwritten.
+        """
+        self._begin(label, x.nbytes * (self.group.size - 1) if self.group.index == 0 else 0)
+        return self._spread(label, x.contiguous())
+
+    @abstractmethod
+    def settle(self, label: str) -> None:
+        """Returns once all that was begun is done on this rank's device, or raises what stopped it."""
+
+    def _begin(self, label: str, count: int) -> None:
+        self.group.board.begin(self.group.name, label)
+        self.counted[label] += count
+
+    def _lost(self, label: str, cause: str) -> BaseException:
+        return self.group.board.lost(self.group.name, self.group.ranks, label, cause)
+
+    def _wait(self, label: str, done: Callable[[], bool]) -> None:
+        """Asks `done`, which waits a little itself, until it holds, the run fails, or the time is up."""
+        deadline = time.monotonic() + self.group.limit
+        while not done():
+            self.group.board.check()
+            if time.monotonic() > deadline:
+                raise self._lost(label, f"not done within {self.group.limit:g} s")
+
+    @abstractmethod
+    def _gather(self, label: str, x: Tensor) -> Tensor: ...
+    @abstractmethod
+    def _exchange(self, label: str, x: Tensor, out: list[int], into: list[int]) -> Tensor: ...
+    @abstractmethod
+    def _reduce(self, label: str, x: Tensor) -> Tensor: ...
+    @abstractmethod
+    def _spread(self, label: str, x: Tensor) -> Tensor: ...
+
+
+class GlooWire(Wire):
+    """Over gloo, by way of the CPU and as plain bytes: gloo knows neither float8 nor CUDA's streams."""
+
+    def settle(self, label: str) -> None:
+        """Nothing to wait for: each collective here returns when it is done."""
+
+    def _gather(self, label: str, x: Tensor) -> Tensor:
+        mine = _to_bytes(x)
+        all_of_it = mine.new_empty(self.group.size * mine.numel())
+        self._run(label, _all_gather, all_of_it, mine)
+        return _from_bytes(all_of_it, x).view(self.group.size * x.shape[0], *x.shape[1:])
+
+    def _exchange(self, label: str, x: Tensor, out: list[int], into: list[int]) -> Tensor:
+        mine, size = _to_bytes(x), x.element_size()
+        theirs = mine.new_empty(sum(into) * size)
+        self._run(
+            label, dist.all_to_all_single, theirs, mine, [n * size for n in into], [n * size for n in out]
+        )
+        return _from_bytes(theirs, x)
+
+    def _reduce(self, label: str, x: Tensor) -> Tensor:
+        """An all-to-all and a float32 sum in the order of the ranks: gloo's own reduce-scatter sends twice
+        as much.
+        """
+        even = [x.numel() // self.group.size] * self.group.size
+        first, *others = self._exchange(label, x.flatten(), even, even).view(self.group.size, -1).float()
+        for part in others:
+            first = first + part
+        return first.to(x.dtype).view(x.shape[0] // self.group.size, *x.shape[1:])
+
+    def _spread(self, label: str, x: Tensor) -> Tensor:
+        whole = _to_bytes(x)
+        self._run(label, dist.broadcast, whole, self.group.ranks[0])
+        return _from_bytes(whole, x).view(x.shape)
+
+    def _run(self, label: str, collective: Callable[..., dist.Work], *arguments: Any) -> None:
+        """Starts a collective and waits for it, looking at the board now and then."""
+        work = collective(*arguments, group=self.group.handle, async_op=True)
+
+        def done() -> bool:
+            try:
+                return work.wait(SLICE)
+            except RuntimeError:
+                if not work.is_completed():
+                    return False
+            try:  # it ended, well or not, while we were told that it had not
+                return work.wait()
+            except RuntimeError as error:
+                raise self._lost(label, _in_short(error)) from None
+
+        self._wait(label, done)
+
+
+class NcclWire(Wire):
+    """Over NCCL, on the device's streams: the host does not wait, except in `settle`."""
+
+    def settle(self, label: str) -> None:
+        """Waits on the host: a hung kernel shows here, with our time limit, before NCCL's own ends the
+        process.
+        """
+        event = torch.cuda.Event()
+        event.record()
+
+        def done() -> bool:
+            if not event.query():
+                time.sleep(0.0005)
+                return False
+            return True
+
+        self._wait(label, done)
+
+    def _gather(self, label: str, x: Tensor) -> Tensor:
+        all_of_it = x.new_empty(self.group.size * x.shape[0], *x.shape[1:])
+        self._run(label, _all_gather, all_of_it, x)
+        return all_of_it
+
+    def _exchange(self, label: str, x: Tensor, out: list[int], into: list[int]) -> Tensor:
+        theirs = x.new_empty(sum(into))
+        self._run(label, dist.all_to_all_single, theirs, x, into, out)
+        return theirs
+
+    def _reduce(self, label: str, x: Tensor) -> Tensor:
+        mine = x.new_empty(x.shape[0] // self.group.size, *x.shape[1:])
+        self._run(label, _reduce_scatter, mine, x)
+        return mine
+
+    def _spread(self, label: str, x: Tensor) -> Tensor:
+        self._run(label, dist.broadcast, x, self.group.ranks[0])
+        return x
+
+    def _run(self, label: str, collective: Callable[..., Any], *arguments: Any) -> None:
+        try:
+            collective(*arguments, group=self.group.handle)
+        except (dist.DistBackendError, dist.DistNetworkError) as error:
+            raise self._lost(label, _in_short(error)) from None
+
+
+def _to_bytes(x: Tensor) -> Tensor:
+    """The bytes of a contiguous tensor, flat, on the CPU."""
+    return x.flatten().view(torch.uint8).cpu()
+
+
+def _from_bytes(data: Tensor, like: Tensor) -> Tensor:
+    """Flat bytes as a tensor of `like`'s dtype, on its device."""
+    return data.to(like.device).view(like.dtype)
+
+
+def _in_short(error: BaseException) -> str:
+    """What a backend says of a broken connection, without its source line, its advice and the stack below."""
+    lines = re.sub(r"^\[[^]]*\] *", "", str(error).strip()).splitlines() or [type(error).__name__]
+    return lines[0].split(". ")[0]

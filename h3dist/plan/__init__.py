@@ -1,0 +1,34 @@
+"""Plans: how ranks share a run, and what that costs in bytes, before any work. Imports no torch."""
+
+from h3dist.plan.fit import check_memory, fits
+from h3dist.plan.layout import (
+    MODES,
+    Layout,
+    Span,
+    ffn_split,
+    make_layout,
+    split_heads,
+    split_ragged,
+    split_rows,
+)
+from h3dist.plan.plan import Plan, Share, make_plan
+from h3dist.plan.traffic import LABELS
+from h3dist.plan.weights import released_dims
+
+__all__ = [
+    "LABELS",
+    "MODES",
+    "Layout",
+    "Plan",
+    "Share",
+    "Span",
+    "check_memory",
+    "ffn_split",
+    "fits",
+    "make_layout",
+    "make_plan",
+    "released_dims",
+    "split_heads",
+    "split_ragged",
+    "split_rows",
+]

@@ -1,0 +1,92 @@
+"""An estimate of each rank's memory, stage by stage: what is resident, and the largest set of live
+activations.
+
+It is an estimate, made to refuse what cannot run: it counts the tensors that one block keeps alive at its
+widest point, not the allocator's fragments.
+"""
+
+from dataclasses import dataclass
+from math import prod
+from typing import TYPE_CHECKING
+
+from h3dist.geometry import CHUNK_FRAMES, Geometry
+from h3dist.plan.traffic import Work
+from h3dist.plan.weights import (
+    F32,
+    kept_bytes,
+    linear_shapes,
+    linear_weights,
+    modulation_bytes,
+    refiner_weights,
+)
+
+if TYPE_CHECKING:
+    from h3dist.plan.plan import Share
+
+STAGES = ("encode", "refine", "denoise", "decode")
+CUDA_RESERVE = 1 << 30  # a CUDA context, NCCL's buffers and the libraries' work spaces
+
+
+@dataclass(frozen=True)
+class Stored:
+    """Bytes that the memory depends on beside the layout; a file whose size is not known counts 0."""
+
+    bytes_per_weight: float  # of the blocks' linears, scales included
+    reserve: int = CUDA_RESERVE  # what a rank takes before it holds anything of ours
+    text_encoder: int = 0
+    video_vae: int = 0
+    audio_vae: int = 0
+
+
+def weight_bytes(work: Work, stored: Stored, tp_heads: int, ffn: int) -> int:
+    """What a rank keeps of the denoiser for a whole run: quantised slices, small tensors, the modulation
+    table.
+    """
+    linears = round(stored.bytes_per_weight * linear_weights(work.dims, tp_heads, ffn))
+    return linears + kept_bytes(work.dims) + modulation_bytes(work.dims, work.steps)
+
+
+def activation_bytes(work: Work, share: "Share") -> int:
+    """The wider of a block's two halves, attention and MLP, at its widest point.
+
+    Both hold the residual and its float32 working copy, the rows of the tp group, one dense weight with its
+    float32 form, and the partial sum. Attention adds q, k and v before and after the exchange and both
+    sides of its result; the MLP adds fc1's two halves and their product.
+    """
+    dims, e = work.dims, work.element
+    own, group = _length(share.rows), _length(share.group_rows)
+    shapes = linear_shapes(dims, _length(share.tp_heads), _length(share.ffn))
+    dense = {name: prod(shape) * (e + (F32 if e < F32 else 0)) for name, shape in shapes.items()}
+    base = own * dims.hidden * (e + F32) + 2 * group * dims.hidden * e
+    before = (
+        group * _length(share.tp_heads) * dims.head_dim * e
+    )  # one of q, k, v or the result, sequence-split
+    after = (
+        work.rows * _length(share.heads) * dims.head_dim * e if work.layout.sp > 1 else 0
+    )  # and head-split
+    attention = 4 * (before + after) + max(dense["attn.qkv_proj"], dense["attn.out_proj"])
+    mlp = 3 * group * _length(share.ffn) * e + max(dense["mlp.fc1"], dense["mlp.fc2"])
+    return base + max(attention, mlp)
+
+
+def estimate(work: Work, stored: Stored, share: "Share", geometry: Geometry) -> dict[str, int]:
+    """Bytes at each stage for one rank. Only rank 0 encodes, refines and decodes; the others wait with
+    nothing.
+
+    The text encoder and the refiner leave before the denoiser is loaded; the denoiser stays while rank 0
+    decodes.
+    """
+    states = work.text_rows * work.dims.text_dim * F32
+    picture = geometry.width * geometry.height * 3 * CHUNK_FRAMES * F32
+    vaes = stored.video_vae + stored.audio_vae
+    first = share.rank == 0
+    return {
+        "encode": stored.reserve + first * (stored.text_encoder + states),
+        "refine": stored.reserve + first * (F32 * refiner_weights(work.dims) + states),
+        "denoise": stored.reserve + share.weight_bytes + activation_bytes(work, share),
+        "decode": stored.reserve + share.weight_bytes + first * (vaes + 2 * picture),
+    }
+
+
+def _length(span: tuple[int, int]) -> int:
+    return span[1] - span[0]

@@ -1,0 +1,192 @@
+"""The plan of a run: one frozen object, equal on every rank, that says who holds, sends and needs what.
+
+It is pure: made from a request, the model's dims and a layout, before any weight is read and without a
+process group.
+"""
+
+import json
+from dataclasses import asdict, dataclass, field, replace
+from hashlib import sha256
+from typing import TYPE_CHECKING, Any
+
+from h3dist.errors import ConfigError, nearest
+from h3dist.geometry import Geometry
+from h3dist.plan.layout import Layout, Span, ffn_split, split_heads, split_rows
+from h3dist.plan.memory import CUDA_RESERVE, Stored, estimate, weight_bytes
+from h3dist.plan.traffic import ELEMENT_BYTES, Work, sent
+from h3dist.plan.weights import bytes_per_weight, file_bytes
+
+if TYPE_CHECKING:
+    from h3dist.checkpoint.comfy import DenoiserDims, DenoiserFile
+    from h3dist.request import Resolved
+
+
+@dataclass(frozen=True)
+class Share:
+    """What one rank holds, reads and sends. Spans are (start, stop), of all rows, heads and FFN columns."""
+
+    rank: int
+    sp_index: int
+    tp_index: int
+    rows: Span  # my rows of the residual
+    group_rows: Span  # the rows of my tp group together
+    tp_heads: Span  # heads whose QKV and output weights I hold
+    heads: Span  # of those, the heads I attend to
+    ffn: Span  # FFN columns whose weights I hold
+    file_bytes: int = 0  # asked of the denoiser's file
+    weight_bytes: int = 0  # of the denoiser, kept in memory
+    sent: dict[str, int] = field(default_factory=dict)  # bytes to other ranks in the whole run, by collective
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A whole run: see `Share` for one rank's part of it."""
+
+    layout: Layout
+    mode: str
+    dims: "DenoiserDims"
+    geometry: Geometry
+    text_rows: int  # L
+    rows: int  # S: text, sound and video
+    chunk: int  # rows of every rank but the last ones
+    steps: int  # evaluations of the model
+    dtype: str
+    attention: str
+    amax: bool  # one activation scale is agreed by all ranks for each quantised linear
+    stored: Stored
+    shares: tuple[Share, ...]
+    memory: tuple[dict[str, int], ...]  # bytes of each rank at each stage, estimated
+    notes: tuple[str, ...]
+    reasons: tuple[str, ...]
+
+    @property
+    def peaks(self) -> tuple[int, ...]:
+        """The largest stage of each rank, in bytes."""
+        return tuple(max(stages.values()) for stages in self.memory)
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of all of this: equal on every rank, or the ranks disagree about the run."""
+        return sha256(json.dumps(self.as_dict(), sort_keys=True).encode()).hexdigest()
+
+    def as_dict(self) -> dict[str, Any]:
+        """This plan as JSON values."""
+        return json.loads(json.dumps(asdict(self)))
+
+    def text(self) -> str:
+        """The plan as a table for people."""
+        from h3dist.plan.table import table
+
+        return table(self)
+
+
+def make_plan(
+    resolved: "Resolved",
+    dims: "DenoiserDims",
+    text_rows: int,
+    layout: Layout,
+    *,
+    dtype: str,
+    attention: str,
+    steps: int,
+    dfile: "DenoiserFile | None" = None,
+    mode: str | None = None,
+    amax: bool = False,
+    files: dict[str, int] | None = None,
+    reserve: int = CUDA_RESERVE,
+) -> Plan:
+    """The plan of `resolved` for a prompt of `text_rows` tokens on `layout`.
+
+    `steps` counts evaluations; `dfile` is the opened denoiser (without it, released NVFP4 storage is
+    assumed); `mode` is what the user asked for; `amax` says that activations are quantised, as they are for
+    NVFP4 layers on compute capability 10 and up; `files` gives the bytes of "text_encoder", "video_vae" and
+    "audio_vae" where known; `reserve` is what a process takes before anything of ours, in bytes. Raises
+    PlanError and ConfigError.
+    """
+    if dtype not in ELEMENT_BYTES:
+        raise ConfigError(
+            f"runtime.dtype={dtype!r}{nearest(dtype, ELEMENT_BYTES)}; use {' or '.join(ELEMENT_BYTES)}"
+        )
+    geometry = resolved.geometry
+    rows = text_rows + geometry.audio_rows + geometry.video_rows
+    work = Work(dims, layout, rows, text_rows, steps, ELEMENT_BYTES[dtype], amax)
+    stored = Stored(bytes_per_weight(dims, dfile), reserve, **(files or {}))
+    shares = tuple(_fill(share, work, stored, dfile) for share in split(work))
+    return Plan(
+        layout=layout,
+        mode=mode or layout.mode,
+        dims=dims,
+        geometry=geometry,
+        text_rows=text_rows,
+        rows=rows,
+        chunk=work.chunk,
+        steps=steps,
+        dtype=dtype,
+        attention=attention,
+        amax=amax,
+        stored=stored,
+        shares=shares,
+        memory=tuple(estimate(work, stored, share, geometry) for share in shares),
+        notes=_notes(resolved, dfile, files or {}),
+        reasons=_reasons(mode, layout, shares),
+    )
+
+
+def split(work: Work) -> tuple[Share, ...]:
+    """Rows, heads and FFN columns of every rank; bytes are not filled in yet. Raises PlanError."""
+    layout, dims = work.layout, work.dims
+    rows = split_rows(work.rows, layout.ranks)
+    heads = split_heads(dims.heads, layout.sp, layout.tp)
+    ffn = ffn_split(dims.ffn, layout.tp)
+    shares = []
+    for rank in range(layout.world):
+        s, t = divmod(rank % layout.ranks, layout.tp)
+        group = rows[s * layout.tp : (s + 1) * layout.tp]
+        span = (group[0][0], group[-1][1])
+        tp_heads, own = heads[t]
+        shares.append(Share(rank, s, t, group[t], span, tp_heads, own[s], ffn[t]))
+    return tuple(shares)
+
+
+def _fill(share: Share, work: Work, stored: Stored, dfile: "DenoiserFile | None") -> Share:
+    """The same share with its bytes: of the file, in memory, on the wire."""
+    group, tp_heads, heads, ffn = (
+        b - a for a, b in (share.group_rows, share.tp_heads, share.heads, share.ffn)
+    )
+    first = share.rank == 0
+    return replace(
+        share,
+        file_bytes=file_bytes(work.dims, dfile, share.tp_heads, share.ffn, refiner=first),
+        weight_bytes=weight_bytes(work, stored, tp_heads, ffn),
+        sent=sent(work, first=first, group_rows=group, tp_heads=tp_heads, heads=heads),
+    )
+
+
+def _notes(resolved: "Resolved", dfile: "DenoiserFile | None", files: dict[str, int]) -> tuple[str, ...]:
+    notes = list(resolved.notes)
+    if dfile is None:
+        notes.append("no denoiser file: its bytes are those of the released NVFP4 form")
+    missing = [name for name in ("text_encoder", "video_vae", "audio_vae") if not files.get(name)]
+    if missing:
+        notes.append(f"memory of rank 0 leaves out {', '.join(missing)}: no file there")
+    return tuple(notes)
+
+
+def _reasons(mode: str | None, layout: Layout, shares: tuple[Share, ...]) -> tuple[str, ...]:
+    """Why the layout is what it is, in words."""
+    reasons = []
+    if mode == "auto":
+        why = {
+            "single": "there is one rank",
+            "ulysses": "the weights fit every rank, and it sends least",
+            "tensor": "no smaller tp fits the memory that is free",
+            "hybrid": "it is the smallest tp that fits the memory that is free",
+        }
+        reasons.append(f"auto is {layout.mode} here: {why[layout.mode]}")
+    idle = [str(share.rank) for share in shares if share.rows[0] == share.rows[1]]
+    if idle:
+        reasons.append(f"there are fewer rows than whole chunks: no row for rank {', '.join(idle)}")
+    sizes = {share.heads[1] - share.heads[0] for share in shares}
+    if len(sizes) > 1:
+        reasons.append(f"the heads do not divide evenly: {max(sizes)} or {min(sizes)} a rank")
+    return tuple(reasons)

@@ -1,0 +1,72 @@
+"""The plan as text: who holds which rows, heads and columns, what travels, what memory it takes, and why."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from h3dist.plan.traffic import LABELS
+
+if TYPE_CHECKING:
+    from h3dist.plan.plan import Plan, Share
+
+UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+
+
+def size(count: float) -> str:
+    """Bytes for people: 1536 is "1.5 KiB"."""
+    for unit in UNITS[:-1]:
+        if abs(count) < 1024:
+            return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.1f} {UNITS[-1]}"
+
+
+def table(plan: "Plan") -> str:
+    """Three tables, one line a rank, between a heading and the reasons; it ends without a newline."""
+    holds = [_holds(share) for share in plan.shares]
+    sends = [[str(share.rank), *(size(share.sent[name]) for name in LABELS), size(sum(share.sent.values()))]
+             for share in plan.shares]  # fmt: skip
+    stages = list(plan.memory[0])
+    needs = [[str(rank), *(size(memory[name]) for name in stages), size(max(memory.values()))]
+             for rank, memory in enumerate(plan.memory)]  # fmt: skip
+    parts = [
+        _heading(plan),
+        _columns(("rank", "rows", "heads", "of held", "ffn", "from file", "weights"), holds),
+        "sent in the whole run, by collective",
+        _columns(("rank", *LABELS, "all"), sends),
+        "memory by stage, estimated",
+        _columns(("rank", *stages, "peak"), needs),
+        "\n".join(f"- {line}" for line in (*plan.reasons, *plan.notes)),
+        f"plan {plan.digest[:12]}",
+    ]
+    return "\n".join(part for part in parts if part)
+
+
+def _heading(plan: "Plan") -> str:
+    g = plan.geometry
+    asked = plan.mode if plan.mode == plan.layout.mode else f"{plan.mode} ({plan.layout.mode})"
+    sound = g.audio_rows
+    return (
+        f"{asked}: {plan.layout.world} rank{'s' * (plan.layout.world > 1)}, {plan.layout}; {plan.dtype}, "
+        f"attention {plan.attention}, {plan.steps} evaluations\n"
+        f"{g.width} x {g.height}, {g.frames} frames ({g.seconds:.2f} s): {plan.rows} rows = "
+        f"{plan.text_rows} text + {sound} sound + {g.video_rows} video; {plan.chunk} a rank"
+    )
+
+
+def _holds(share: "Share") -> list[str]:
+    spans = (share.rows, share.heads, share.tp_heads, share.ffn)
+    return [
+        str(share.rank),
+        *(f"{a}..{b}" for a, b in spans),
+        size(share.file_bytes),
+        size(share.weight_bytes),
+    ]
+
+
+def _columns(titles: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
+    widths = [max(len(line[i]) for line in (titles, *lines)) for i in range(len(titles))]
+    rows = (
+        "  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True))
+        for line in (titles, *lines)
+    )
+    return "\n".join(f"  {row}" for row in rows)

@@ -1,0 +1,112 @@
+"""Bytes of the denoiser: what a rank asks of the file, and what it keeps in memory.
+
+With the file at hand the first is exact and comes from the checkpoint's own slicing. Without it both follow
+from the released sizes in the form "Comfy checkpoint format, pruned, NVFP4": 4-bit codes and one 8-bit
+scale for 16 weights.
+"""
+
+from math import prod
+from typing import TYPE_CHECKING
+
+from h3dist.plan.layout import Span
+
+if TYPE_CHECKING:
+    from h3dist.checkpoint.comfy import DenoiserDims, DenoiserFile
+
+NVFP4_BYTES = 9 / 16  # of one weight: half a byte of code, a sixteenth of a scale byte
+F32, BF16 = 4, 2
+TIMESTEPS = 2  # distinct times of one evaluation: the video's and the sound's
+MODULATED = 3  # (modality, time) pairs in use: video rows, text rows, audio rows
+LINEARS = ("attn.qkv_proj", "attn.out_proj", "mlp.fc1", "mlp.fc2")
+
+
+def released_dims() -> "DenoiserDims":
+    """The released 33B model, pruned (its AdaLN as a curve over time)."""
+    from h3dist.checkpoint.comfy import DenoiserDims
+
+    return DenoiserDims(
+        hidden=5376, heads=56, head_dim=128, ffn=14336, layers=50, refiner_layers=2, text_dim=5120,
+        video_channels=24, audio_channels=32, rope_freqs=16, form="curve", curve_grid=1025, curve_rank=8,
+        time_freq=0, time_hidden=0, time_dim=8,
+    )  # fmt: skip
+
+
+def linear_shapes(dims: "DenoiserDims", heads: int, ffn: int) -> dict[str, tuple[int, int]]:
+    """Logical [N, K] of a block's four linears, cut to `heads` heads and `ffn` FFN columns."""
+    inner = heads * dims.head_dim
+    shapes = ((3 * inner, dims.hidden), (dims.hidden, inner), (2 * ffn, dims.hidden), (dims.hidden, ffn))
+    return dict(zip(LINEARS, shapes, strict=True))
+
+
+def linear_weights(dims: "DenoiserDims", heads: int, ffn: int) -> int:
+    """Weights, as a count, of the four linears of all blocks, cut as in `linear_shapes`."""
+    return dims.layers * sum(prod(shape) for shape in linear_shapes(dims, heads, ffn).values())
+
+
+def kept_bytes(dims: "DenoiserDims") -> int:
+    """The small tensors that every rank reads and keeps: norms, patch projections, heads, rotary
+    frequencies.
+    """
+    norms = BF16 * (dims.layers * 2 * (dims.hidden + dims.head_dim) + dims.hidden)
+    widths = (4 * dims.video_channels, dims.audio_channels)
+    patches = F32 * sum(dims.hidden * (width + 1) for width in widths)
+    outputs = F32 * sum((dims.hidden + 1) * width for width in widths)
+    return norms + patches + outputs + F32 * dims.rope_freqs
+
+
+def adaln_bytes(dims: "DenoiserDims") -> int:
+    """AdaLN as stored: every rank reads all of it once, block by block, and keeps the table it gives."""
+    features = (
+        dims.layers * 18 * dims.hidden + 2 * dims.hidden
+    )  # 3 modalities x 6 chunks; last layer: 2 chunks
+    projections = BF16 * features * (dims.time_dim + 1)
+    if dims.form == "curve":
+        return projections + F32 * dims.curve_grid * dims.curve_rank
+    return projections + F32 * (
+        dims.time_hidden * (dims.time_freq + 1) + dims.time_dim * (dims.time_hidden + 1)
+    )
+
+
+def refiner_weights(dims: "DenoiserDims") -> int:
+    """Weights, as a count, of the text projection and the token refiner: rank 0 alone reads them."""
+    linears = sum(prod(shape) for shape in linear_shapes(dims, dims.heads, dims.ffn).values())
+    blocks = dims.refiner_layers * (linears + 2 * (dims.hidden + dims.head_dim))
+    return blocks + dims.hidden + dims.hidden * (dims.text_dim + 1)
+
+
+def modulation_bytes(dims: "DenoiserDims", steps: int) -> int:
+    """The AdaLN table of a whole run in float32: six chunks a block for each (modality, time) pair, and the
+    end.
+    """
+    return F32 * steps * dims.hidden * (dims.layers * 6 * MODULATED + 2 * TIMESTEPS)
+
+
+def stored_bytes(dims: "DenoiserDims", heads: int, ffn: int, *, refiner: bool) -> int:
+    """What a rank asks of a released NVFP4 file: its slices, each linear's scalar, all small tensors."""
+    linears = round(NVFP4_BYTES * linear_weights(dims, heads, ffn)) + F32 * len(LINEARS) * dims.layers
+    return linears + kept_bytes(dims) + adaln_bytes(dims) + refiner * BF16 * refiner_weights(dims)
+
+
+def file_bytes(
+    dims: "DenoiserDims", dfile: "DenoiserFile | None", heads: Span, ffn: Span, *, refiner: bool
+) -> int:
+    """What a rank asks of the denoiser's file: exact for `dfile`, else of a released NVFP4 file of `dims`."""
+    if dfile is None:
+        return stored_bytes(dims, heads[1] - heads[0], ffn[1] - ffn[0], refiner=refiner)
+    from h3dist.checkpoint.shard import rank_file_bytes
+
+    return rank_file_bytes(dfile, heads, ffn, refiner=refiner)
+
+
+def bytes_per_weight(dims: "DenoiserDims", dfile: "DenoiserFile | None") -> float:
+    """Bytes that one weight of the blocks' linears takes in `dfile` (NVFP4 without a file), scales
+    included.
+    """
+    if dfile is None:
+        return NVFP4_BYTES
+    from h3dist.checkpoint.shard import Slice, slice_bytes
+
+    names = (f"blocks.{block}.{name}" for block in range(dims.layers) for name in LINEARS)
+    return sum(slice_bytes(dfile, name, Slice()) for name in names) / linear_weights(
+        dims, dims.heads, dims.ffn
+    )
