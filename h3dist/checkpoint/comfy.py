@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "DenoiserDims", "DenoiserFile", "Slots", "StateFile", "identify", "open_audio_vae", "open_denoiser",
-    "open_part", "open_slots", "open_text_encoder", "open_video_vae",
+    "open_part", "open_slots", "open_text_encoder", "open_vaes", "open_video_vae",
 ]  # fmt: skip
 
 QkvOrder = Literal["bands", "interleaved"]
@@ -197,18 +197,29 @@ def open_slots(model: ModelPaths) -> Slots:
     Without a config of its own a file must be of the released size. Raises CheckpointError for any other
     mistake.
     """
+    text = open_text_encoder(model.text_encoder, model.text_encoder_config)
+    video, audio, notes = open_vaes(model)
+    slots = Slots(
+        open_denoiser(model.denoiser, model.qkv_order),
+        released(text, model.text_encoder_config),
+        video,
+        audio,
+        notes,
+    )
+    return slots._replace(notes=notes + tuple(note for state in slots[:4] for note in state.notes))
+
+
+def open_vaes(model: ModelPaths) -> tuple[StateFile, StateFile, tuple[str, ...]]:
+    """The video VAE, the audio VAE, and a note where their paths were swapped. Raises CheckpointError."""
     video, audio, notes = model.video_vae, model.audio_vae, ()
     if _only(video) == "audio_vae" and _only(audio) == "video_vae":
         notes = (f"the two VAEs were swapped: {audio} is the video VAE, {video} the audio VAE",)
         video, audio = audio, video
-    slots = Slots(
-        open_denoiser(model.denoiser, model.qkv_order),
-        released(open_text_encoder(model.text_encoder, model.text_encoder_config), model.text_encoder_config),
+    return (
         released(open_video_vae(video, model.video_vae_config), model.video_vae_config),
         released(open_audio_vae(audio, model.audio_vae_config), model.audio_vae_config),
         notes,
     )
-    return slots._replace(notes=notes + tuple(note for state in slots[:4] for note in state.notes))
 
 
 def released(state: StateFile, config: Pathlike | None) -> StateFile:
