@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 import tomllib
@@ -10,6 +11,11 @@ import zipfile
 from pathlib import Path
 
 import pytest
+
+from h3dist import launcher
+from h3dist.cli.commands import main
+from h3dist.request import parse_request, resolve
+from h3dist.text.tokenizer import REPOSITORY, REVISION, SUBFOLDER
 
 ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -199,3 +205,29 @@ def read(path):
         return path.read_bytes()
     except OSError:
         return b""
+
+
+def shown(kind):
+    """The words of every command of this kind that the README shows."""
+    lines = re.findall(rf"^{kind} .*$", (ROOT / "README.md").read_text(), re.MULTILINE)
+    return [shlex.split(line)[1:] for line in lines]
+
+
+@pytest.mark.parametrize("words", shown("h3dist"), ids=" ".join)
+def test_commands_in_the_readme_are_legal(words, monkeypatch):
+    monkeypatch.setattr(launcher, "run_generate", lambda job: 0 if resolve(parse_request(job.request)) else 1)
+    monkeypatch.setattr(sys, "argv", ["h3dist", *words])
+    with pytest.raises(SystemExit) as left:
+        main()
+    assert left.value.code == 0
+
+
+def test_the_first_commands_in_the_readme_are_the_scripts():
+    commands = re.findall(r"^\./(\S+)", (ROOT / "README.md").read_text(), re.MULTILINE)
+    assert commands == ["launch/quickstart.sh", "launch/test.sh"]
+    assert all(os.access(ROOT / command, os.X_OK) for command in commands)
+
+
+def test_the_readme_names_the_pinned_tokenizer():
+    told = (ROOT / "README.md").read_text()
+    assert all(part in told for part in (REPOSITORY, REVISION, SUBFOLDER))
