@@ -1,6 +1,6 @@
-"""diffusers' own transformer with the weights of one of our files, in float32: what our model is held against.
+"""diffusers' own transformer with one of our files' weights, in float32: what our model is held against.
 
-Read by safetensors and dequantised by comfy-kitchen's eager code, so that no value here comes from our reader.
+Read by safetensors and dequantised by comfy-kitchen's eager code: no value here comes from our reader.
 """
 
 import comfy_kitchen
@@ -62,7 +62,7 @@ def denoiser_state_for_diffusers(dfile: DenoiserFile) -> dict[str, Tensor]:
     """The state dict, float32, that `MiniMaxH3Transformer3DModel` loads. The curve's table is left out."""
     dims, found = dfile.dims, {}
     for name, tensor in dense_state(dfile).items():
-        stem, kind = name.rsplit(".", 1)
+        stem, _, kind = name.rpartition(".")
         if stem in TOP:
             found[f"{TOP[stem]}.{kind}"] = tensor
         elif "blocks." in stem:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from h3dist.checkpoint.file import TensorFile, TensorInfo
-from h3dist.checkpoint.storage import FORMATS, Spec, Storage, storage_of
+from h3dist.checkpoint.storage import FORMATS, PLAIN_NAMES, Spec, Storage, storage_of
 from h3dist.errors import CheckpointError
 
 MARKER = "comfy_quant"
@@ -160,7 +160,7 @@ def _field_notes(configs: Mapping[str, dict[str, Any]]) -> list[str]:
 def _unsupported(file: TensorFile, name: str, layers: list[str]) -> CheckpointError:
     return CheckpointError(
         f"{file.path}: the format {name} is not supported yet ({len(layers)} layers: {some(layers)}); "
-        f"supported are bf16, fp16, fp32, {', '.join(FORMATS)}"
+        f"supported are {', '.join([*PLAIN_NAMES.values(), *FORMATS])}"
     )
 
 

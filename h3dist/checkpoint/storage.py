@@ -32,7 +32,8 @@ if TYPE_CHECKING:
 
     from h3dist.checkpoint.formats import Weight
 
-FLOATS = ("BF16", "F16", "F32")
+PLAIN_NAMES = {"BF16": "bf16", "F16": "fp16", "F32": "fp32"}
+FLOATS = tuple(PLAIN_NAMES)
 ALL = Slice()
 
 
@@ -84,7 +85,7 @@ class Plain:
 
     @property
     def format(self) -> str:
-        return self.dtype.lower()
+        return PLAIN_NAMES.get(self.dtype, self.dtype.lower())
 
     def parts(self) -> dict[str, Spec]:
         return {"weight": Spec(self.shape, (self.dtype,) if self.dtype in FLOATS else FLOATS)}
