@@ -7,11 +7,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from tiny_model import LAYERS, TEXT_DIM, OracleStep, error, oracle, oracle_step, random_state, write
+from oracle import transformer
+from tiny_model import TEXT_DIM, OracleStep, error, oracle_step, random_state, write
 from torch import Tensor
 
 from h3dist.attention import registry
 from h3dist.checkpoint.comfy import DenoiserFile, open_denoiser
+from h3dist.checkpoint.tiny import write_tiny
 from h3dist.geometry import Geometry
 from h3dist.model.denoiser import Denoiser
 from h3dist.model.exchange import Alone
@@ -36,14 +38,21 @@ class Case:
     expected: list[OracleStep]
 
 
-@pytest.fixture(scope="module", params=["full", "curve"])
+def write_set(name: str, folder: Path) -> DenoiserFile:
+    """A set by name: its form, and "-nvfp4" where its blocks are quantised as in the released files."""
+    form = name.removesuffix("-nvfp4")
+    if name == form:
+        return open_denoiser(write(random_state(form), folder / f"{name}.safetensors"))
+    return open_denoiser(write_tiny(folder, form, seed=2)["denoiser"])
+
+
+@pytest.fixture(scope="module", params=["full", "curve", "full-nvfp4", "curve-nvfp4"])
 def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Case]:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    state = random_state(request.param)
-    path = write(state, tmp_path_factory.mktemp("denoiser") / f"{request.param}.safetensors")
+    dfile = write_set(request.param, tmp_path_factory.mktemp("denoiser"))
     torch.manual_seed(1)
-    states = torch.randn(len(TEXT_TAGS), TEXT_DIM)
+    states = torch.randn(len(TEXT_TAGS), dfile.dims.text_dim)
     video = torch.randn(1, 24, GEOMETRY.latent_t, GEOMETRY.latent_h, GEOMETRY.latent_w)
     audio = torch.randn(1, 32, 2, GEOMETRY.audio_latents)
     packing = pack_t2va(GEOMETRY, TEXT_TAGS)
@@ -53,12 +62,12 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         token_tags=packing.token_tags,
         **{f"{kind}_indices": rows[packing.span(kind)] for kind in ("text", "audio", "video")},
     )
-    model = oracle(state)
+    model = transformer(dfile)
     rows_of = (patchify(video), audio_to_rows(audio))
     expected = [
         oracle_step(model, packed, states, *rows_of, times) for times in zip(TIMES_V, TIMES_A, strict=True)
     ]
-    yield Case(open_denoiser(path), states, video, audio, packing, expected)
+    yield Case(dfile, states, video, audio, packing, expected)
     torch.set_num_threads(threads)
 
 
@@ -68,8 +77,8 @@ def whole_share(case: Case) -> SimpleNamespace:
     return SimpleNamespace(rows=rows, group_rows=rows, tp_heads=heads, heads=heads, ffn=(0, dims.ffn))
 
 
-def build(case: Case, dtype: torch.dtype = torch.float32) -> Denoiser:
-    device, share = torch.device("cpu"), whole_share(case)
+def build(case: Case, dtype: torch.dtype = torch.float32, device: str = "cpu") -> Denoiser:
+    device, share = torch.device(device), whole_share(case)
     return Denoiser(
         load_denoiser(case.dfile, share, device=device, dtype=dtype),
         case.packing,
@@ -92,7 +101,7 @@ def test_hidden_state_after_every_block_is_the_official_one(case: Case, step: in
     denoiser = build(case)
     x = denoiser.embed(case.video, case.audio)
     assert error(x, case.expected[step].hidden[0]) <= TOLERANCE
-    for block in range(LAYERS):
+    for block in range(case.dfile.dims.layers):
         denoiser.run_block(x, block, step)
         assert error(x, case.expected[step].hidden[block + 1]) <= TOLERANCE, f"after block {block}"
     out = denoiser.outputs(x, step)
@@ -130,6 +139,17 @@ def test_bfloat16_stays_near_float32(case: Case, capsys: pytest.CaptureFixture[s
     with capsys.disabled():
         print(f"\nbfloat16 against float32, {case.dfile.dims.form}: video, audio {figures}")
     assert max(figures) < 0.05
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-4), (torch.bfloat16, 0.05)])
+def test_on_a_gpu_a_step_gives_the_official_velocities(
+    case: Case, dtype: torch.dtype, tolerance: float
+) -> None:
+    video, audio = build(case, dtype, "cuda")(case.video, case.audio, 1)
+    assert not video.is_cuda  # velocities come back to where the latents are
+    assert error(video, unpatchify(case.expected[1].video, GEOMETRY)) <= tolerance
+    assert error(audio, rows_to_audio(case.expected[1].audio)) <= tolerance
 
 
 def test_interleaved_qkv_rows_read_as_bands(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 from diffusers.models.transformers.transformer_minimax_h3 import MiniMaxH3RotaryPosEmbed, _apply_rotary_emb
+from oracle import transformer
 from tiny_model import (
     CURVE_GRID,
     CURVE_RANK,
@@ -12,7 +13,6 @@ from tiny_model import (
     LAYERS,
     TIME_FREQ,
     error,
-    oracle,
     random_state,
     write,
 )
@@ -55,7 +55,7 @@ def test_tables_hold_the_official_modulation_of_every_step(form: str, tmp_path: 
     state = random_state(form)
     dfile = open_denoiser(write(state, tmp_path / "denoiser.safetensors"))
     found = tables(dfile, TIMES_V, TIMES_A, device="cpu", dtype=torch.float32)
-    model = oracle(state)
+    model = transformer(dfile)
     steps = len(TIMES_V)
     temb = {
         stream: model.time_embedder(model.time_proj(torch.tensor(times)))
@@ -83,7 +83,7 @@ def test_full_tables_in_bfloat16_are_diffusers_own(tmp_path: Path) -> None:
     dfile = open_denoiser(write(state, tmp_path / "denoiser.safetensors"))
     table = tables(dfile, TIMES_V, TIMES_A, device="cpu", dtype=torch.bfloat16).blocks[1]
     assert table.dtype == torch.bfloat16
-    model = oracle(state)
+    model = transformer(dfile)
     temb = model.time_embedder(
         model.time_proj(torch.tensor(TIMES_V))
     )  # float32, as in a mixed-precision model

@@ -1,5 +1,7 @@
 """Pieces of the model under every layout: what the shares compute adds up to the whole."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from lockstep import HandExchange, Lockstep, Part, make_parts
@@ -8,6 +10,7 @@ from torch import Tensor
 
 from h3dist.attention.sdpa import sdpa
 from h3dist.checkpoint.comfy import DenoiserFile, open_denoiser
+from h3dist.checkpoint.shard import rank_file_bytes
 from h3dist.geometry import Geometry
 from h3dist.model.block import View, attend, swiglu
 from h3dist.model.denoiser import Denoiser
@@ -121,3 +124,18 @@ def test_a_rank_embeds_its_own_rows_alone(dfile: DenoiserFile, monkeypatch: pyte
     )
     denoiser.embed(*random_latents(GEOMETRY))
     assert sum(projected) == part.rows[1] - part.rows[0]
+
+
+@pytest.mark.parametrize("form", ["full", "curve"])
+@pytest.mark.parametrize("tp", [1, 6])
+def test_a_rank_asks_of_the_file_what_was_planned(form: str, tp: int, tmp_path: Path) -> None:
+    path = write(random_state(form), tmp_path / "denoiser.safetensors")
+    for rank, part in enumerate(make_parts(100, HEADS, FFN, 1, tp)):
+        dfile = open_denoiser(path)
+        before = dfile.file.bytes_read
+        load_denoiser(dfile, part, device=CPU, dtype=torch.bfloat16)
+        tables(dfile, *TIMES, device=CPU, dtype=torch.bfloat16)
+        if rank == 0:
+            refine_text(dfile, torch.randn(3, TEXT_DIM), CPU)
+        planned = rank_file_bytes(dfile, part.tp_heads, part.ffn, refiner=rank == 0)
+        assert dfile.file.bytes_read - before == planned

@@ -1,9 +1,4 @@
-"""A tiny random denoiser in Comfy names, and diffusers' transformer holding the same numbers.
-
-The oracle is built by names and formulas alone: it shares no code with h3dist. Diffusers has no curve form,
-so there its time embedder is replaced by an interpolated table and its AdaLN projections by ones without
-SiLU.
-"""
+"""A tiny random denoiser in Comfy names, unquantised, and one forward of diffusers taken apart."""
 
 from __future__ import annotations
 
@@ -14,7 +9,7 @@ from types import SimpleNamespace
 import torch
 from diffusers import MiniMaxH3Transformer3DModel
 from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import Tensor
 
 # Sizes that bite: heads that 2, 4 and 6 do not divide, hidden other than heads * head size.
 HIDDEN, HEADS, HEAD_DIM, FFN, LAYERS, REFINER_LAYERS = 80, 7, 16, 192, 3, 2
@@ -84,109 +79,6 @@ def _block(name: str) -> dict[str, tuple[int, ...]]:
 def write(state: dict[str, Tensor], path: Path) -> Path:
     save_file(state, path)
     return path
-
-
-RENAMED = (
-    ("token_refiner.blocks.", "token_refiner.refiner_blocks."),
-    ("blocks.", "transformer_blocks."),
-    ("video_patch_proj.", "proj_in."),
-    ("audio_patch_proj.", "audio_proj_in."),
-    ("condition_proj.", "context_embedder."),
-    ("time_embedder.proj_in.", "time_embedder.linear_1."),
-    ("time_embedder.proj_out.", "time_embedder.linear_2."),
-    ("final_layer.norm.", "norm_out.norm."),
-    ("final_layer.adaln_proj.linear.", "norm_out.linear."),
-    ("final_layer.video_out.", "proj_out."),
-    ("final_layer.audio_out.", "audio_proj_out."),
-    (".q_norm.", ".norm_q."),
-    (".k_norm.", ".norm_k."),
-    (".out_proj.", ".to_out.0."),
-    (".mlp.fc2.", ".ff.net.2."),
-)
-
-
-def diffusers_state(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The same numbers in float32 under diffusers' names: q, k, v apart and the gate after the value."""
-    renamed = {}
-    for name, tensor in state.items():
-        if name in ("rope.inv_freq", "adaln_t_table"):
-            continue
-        for old, new in RENAMED:
-            if name.startswith(old) or (old.startswith(".") and old in name):
-                name = name.replace(old, new, 1)
-        if ".qkv_proj." in name:
-            for part, band in zip("qkv", tensor.float().chunk(3), strict=True):
-                renamed[name.replace("qkv_proj", f"to_{part}")] = band
-        elif ".mlp.fc1." in name:
-            gate, up = tensor.float().chunk(2)
-            renamed[name.replace(".mlp.fc1.", ".ff.net.0.proj.")] = torch.cat([up, gate])
-        else:
-            renamed[name] = tensor.float()
-    return renamed
-
-
-class Curve(nn.Module):
-    """Stands for diffusers' time embedder: the table, linear between grid points."""
-
-    def __init__(self, table: Tensor) -> None:
-        super().__init__()
-        self.table = nn.Parameter(table)
-
-    def forward(self, t: Tensor) -> Tensor:
-        grid = self.table.shape[0] - 1
-        below = (t * grid).floor().clamp(0, grid - 1)
-        part = (t * grid - below)[:, None]
-        return self.table[below.long()] + part * (self.table[below.long() + 1] - self.table[below.long()])
-
-
-class CurveModulation(nn.Module):
-    """Stands for diffusers' block modulation, without its SiLU."""
-
-    def __init__(self, linear: nn.Linear) -> None:
-        super().__init__()
-        self.linear = linear
-
-    def forward(self, temb: Tensor) -> tuple[Tensor, ...]:
-        return self.linear(temb).view(-1, 6 * HIDDEN).chunk(6, dim=-1)
-
-
-class CurveNormOut(nn.Module):
-    """Stands for diffusers' final norm, without its SiLU."""
-
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__()
-        self.norm, self.linear = module.norm, module.linear
-
-    def forward(self, hidden: Tensor, temb: Tensor, timestep_indices: Tensor) -> Tensor:
-        shift, scale = self.linear(temb).chunk(2, dim=-1)
-        return self.norm(hidden) * (1 + scale[timestep_indices]) + shift[timestep_indices]
-
-
-def oracle(state: dict[str, Tensor]) -> MiniMaxH3Transformer3DModel:
-    """Diffusers' transformer in float32 with the state's numbers."""
-    curve = state.get("adaln_t_table")
-    model = MiniMaxH3Transformer3DModel(
-        num_attention_heads=HEADS,
-        attention_head_dim=HEAD_DIM,
-        hidden_size=HIDDEN,
-        num_layers=LAYERS,
-        num_refiner_layers=REFINER_LAYERS,
-        ffn_dim=FFN,
-        text_dim=TEXT_DIM,
-        freq_dim=TIME_FREQ,
-        time_embed_hidden_dim=TIME_HIDDEN,
-        time_embed_dim=TIME_DIM if curve is None else CURVE_RANK,
-        rope_freq_dim=ROPE_FREQS,
-    ).eval()
-    if curve is not None:
-        model.time_proj, model.time_embedder = nn.Identity(), Curve(curve)
-    state = diffusers_state(state) | ({} if curve is None else {"time_embedder.table": curve})
-    model.load_state_dict(state, strict=True)
-    if curve is not None:
-        for block in model.transformer_blocks:
-            block.adaln_proj = CurveModulation(block.adaln_proj.linear)
-        model.norm_out = CurveNormOut(model.norm_out)
-    return model.requires_grad_(False)
 
 
 @dataclass

@@ -51,8 +51,8 @@ def tables(
     Curve form: W c(t) + b in float32. Full form: W silu(e(t)) + b, with e and silu in float32 and their
     result cast to the compute dtype, in which the projection runs. (Comfy checkpoint format, AdaLN forms.)
     """
-    times = {"video": times_v, "audio": times_a}
-    represented = {stream: represent(dfile, times[stream], device=device, dtype=dtype) for stream in STREAMS}
+    both = represent(dfile, (*times_v, *times_a), device=device, dtype=dtype)
+    represented = dict(zip(STREAMS, both.split([len(times_v), len(times_a)]), strict=True))
     names = [f"blocks.{index}.adaln_proj.linear" for index in range(dfile.dims.layers)]
     return Modulation(
         blocks=tuple(_block_table(dfile, name, represented).to(dtype) for name in names),
