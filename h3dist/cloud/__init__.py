@@ -1,0 +1,1 @@
+"""Rented machines: rent one, run on it, fetch the results, always give it back. Works without torch."""
