@@ -6,10 +6,15 @@ from typing import ClassVar
 
 
 class H3Error(Exception):
-    """Base of every error that is answered with one line and no traceback."""
+    """Base of every error that is answered with one line and no traceback.
+
+    `rank` and `stage` say where it came up when it was another rank's, and this one only passes it on.
+    """
 
     exit_code: ClassVar[int] = 1
     http_status: ClassVar[int] = 500
+    rank: int | None = None
+    stage: str | None = None
 
 
 class RequestError(H3Error):

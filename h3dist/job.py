@@ -1,7 +1,8 @@
 """The job: what every rank of a run is told, as JSON values, written by the launcher.
 
 {"request": a legal request with every choice made, "notes": what was chosen for the user,
- "output": the fields of `Outputs`, "status_dir": a folder or null, "verbose": true or false}
+ "output": the fields of `Outputs`, "layout": those of the `Layout` that the launcher chose, or null,
+ "status_dir": a folder or null, "verbose": true or false}
 """
 
 import json
@@ -32,6 +33,7 @@ def make_job(config: Config, fields: Mapping[str, Any], output: Mapping[str, Any
         "request": resolved.as_request(),
         "notes": list(resolved.notes),
         "output": outputs.as_dict(),
+        "layout": None,
         "status_dir": None,
         "verbose": False,
     }

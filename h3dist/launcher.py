@@ -10,7 +10,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
@@ -18,6 +18,7 @@ from typing import Any, NoReturn
 from h3dist.config import Config, compose
 from h3dist.errors import PlanError
 from h3dist.job import make_job, write_job
+from h3dist.plan import Layout
 from h3dist.processes import Outcome, launch_ranks, on_signals
 from h3dist.topology import threads_per_rank, visible_devices
 
@@ -54,22 +55,22 @@ def run_generate(job: Job) -> int:
         check_devices(config, plan.layout.world)
         for note in (*made["notes"], *notes):
             print(f"h3dist: {note}", file=sys.stderr)
-        return _run(made, job, config, plan.layout.world)
+        return _run(made, job, config, plan.layout)
 
 
-def _run(made: dict[str, Any], job: Job, config: Config, world: int) -> int:
+def _run(made: dict[str, Any], job: Job, config: Config, layout: Layout) -> int:
     folder = run_folder()
-    made |= {"status_dir": str(folder / "status"), "verbose": job.verbose}
+    made |= {"status_dir": str(folder / "status"), "verbose": job.verbose, "layout": asdict(layout)}
     write_job(made, folder / "job.json")
     outcome = launch_ranks(
-        torchrun(folder, world, "h3dist.generate", [f"job={folder}/job.json", *job.overrides]),
+        torchrun(folder, layout.world, "h3dist.generate", [f"job={folder}/job.json", *job.overrides]),
         folder / "status",
-        world,
+        layout.world,
         list(made["output"]["parts"].values()),
-        environ={"OMP_NUM_THREADS": str(threads_per_rank(config.runtime.threads, world))},
+        environ={"OMP_NUM_THREADS": str(threads_per_rank(config.runtime.threads, layout.world))},
         log=folder / "torchrun.log",
     )
-    return report(outcome, folder, world, job.verbose)
+    return report(outcome, folder, layout.world, job.verbose)
 
 
 def torchrun(folder: Path, world: int, module: str, arguments: Sequence[str]) -> list[str]:

@@ -100,12 +100,14 @@ def _watch(
 def first_culprit(status_dir: Path, world: int) -> Status | None:
     """The rank whose failure came first, of those that have failed so far; None if there is none.
 
-    A rank that vanished comes before errors that its peers may have of it, whoever wrote first.
+    A rank's own word comes before that of peers who pass it on, and a rank that vanished before errors that
+    its peers may have of it, whoever wrote first.
     """
     statuses = load_all(status_dir, world)
-    failed = sorted((s for s in statuses if s.state == FAILED), key=lambda status: status.ended or 0)
-    own = [status for status in failed if status.cause and status.cause.exit_code not in CONSEQUENCES]
-    return next(iter([*own, *(s for s in statuses if _vanished(s, status_dir)), *failed]), None)
+    told = [(s.cause.rank != s.rank, s.ended, s) for s in statuses if s.state == FAILED and s.cause]
+    failed = [status for *_, status in sorted(told, key=lambda item: item[:2])]
+    plain = [s for s in failed if s.cause and s.cause.exit_code not in CONSEQUENCES]
+    return next(iter([*plain, *(s for s in statuses if _vanished(s, status_dir)), *failed]), None)
 
 
 def _vanished(status: Status, status_dir: Path) -> bool:

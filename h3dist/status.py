@@ -105,19 +105,15 @@ class StatusFile:
 
 
 def describe(error: BaseException, rank: int, stage: str | None) -> Cause:
-    """An error as a `Cause`; anything but an `H3Error` is unexpected, exit code 1.
+    """What ended the work of `rank` in `stage`, as a `Cause`; where it passes on another's error, that one's.
 
-    An error with a `rank` and a `stage` of its own, as one that all ranks agreed on, keeps them.
+    Anything but an `H3Error` is unexpected: exit code 1.
     """
-    code = error.exit_code if isinstance(error, H3Error) else 1
-    named = getattr(error, "rank", None)
-    return Cause(
-        type(error).__name__,
-        str(error),
-        code,
-        rank if named is None else named,
-        getattr(error, "stage", None) or stage,
-    )
+    kind, message = type(error).__name__, str(error)
+    if not isinstance(error, H3Error):
+        return Cause(kind, message, 1, rank, stage)
+    origin = rank if error.rank is None else error.rank
+    return Cause(kind, message, error.exit_code, origin, error.stage or stage)
 
 
 def load_rank(folder: Path, rank: int) -> Status | None:

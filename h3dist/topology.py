@@ -52,9 +52,7 @@ def read_ranks(environ: Mapping[str, str] = os.environ) -> Ranks:
         raise ConfigError(f"the rank variables contradict each other: {shown}")
     rendezvous = "MASTER_ADDR" in environ and "MASTER_PORT" in environ
     if world > 1 and not rendezvous:
-        raise ConfigError(
-            f"WORLD_SIZE={world} without MASTER_ADDR and MASTER_PORT; torchrun sets all"
-        )
+        raise ConfigError(f"WORLD_SIZE={world} without MASTER_ADDR and MASTER_PORT; torchrun sets all")
     return Ranks(rank, local_rank, world, local_world, rendezvous, "TORCHELASTIC_RUN_ID" in environ)
 
 
@@ -72,6 +70,21 @@ def cores(cgroup: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:
         return max(1, min(allowed, int(quota) // int(period)))
     except (OSError, ValueError):  # no such file, or "max": no quota
         return allowed
+
+
+def free_host_memory(meminfo: Path = Path("/proc/meminfo"), cgroup: Path = Path("/sys/fs/cgroup")) -> int:
+    """Bytes of the host's memory that programs may still take, cut by the container's limit (cgroup v2).
+
+    Files that are merely cached count as free.
+    """
+    lines = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
+    available = int(lines["MemAvailable"].split()[0]) * 1024
+    try:
+        limit, used = (int((cgroup / name).read_text()) for name in ("memory.max", "memory.current"))
+        kinds = dict(line.split() for line in (cgroup / "memory.stat").read_text().splitlines())
+    except (OSError, ValueError):  # no such files, or "max": no limit
+        return available
+    return max(0, min(available, limit - used + int(kinds["inactive_file"])))
 
 
 def threads_per_rank(setting: str, local_world: int) -> int:

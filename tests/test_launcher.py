@@ -249,6 +249,15 @@ def test_a_vanished_rank_comes_before_what_its_peers_say_of_it(tmp_path):
     assert first_culprit(tmp_path, 3).rank == 1
 
 
+def test_the_ranks_own_word_comes_before_its_peers(tmp_path):
+    passed_on = OutputError("rank 1, mux: disk full")
+    passed_on.rank, passed_on.stage = 1, "mux"
+    write_status(tmp_path, 0, passed_on)
+    assert first_culprit(tmp_path, 2).cause.text(world=2).startswith("OutputError on rank 1 in mux: ")
+    write_status(tmp_path, 1, OutputError("disk full"))
+    assert first_culprit(tmp_path, 2).cause.message == "disk full"
+
+
 def test_an_error_of_its_own_comes_before_a_later_crash(tmp_path):
     write_status(tmp_path, 0, NumericsError("NaN in audio"))
     vanish(tmp_path, 1)

@@ -1,5 +1,6 @@
 """Rank variables, cores and GPUs: what the environment says, read once and checked."""
 
+import os
 import subprocess
 import sys
 
@@ -12,6 +13,7 @@ from h3dist.topology import (
     auto_world,
     cores,
     devices,
+    free_host_memory,
     read_ranks,
     select_visible,
     threads_per_rank,
@@ -134,6 +136,18 @@ def test_cores_obey_the_containers_quota(tmp_path):
     assert cores(quota) == 1
 
 
+def test_free_host_memory_obeys_the_containers_limit(tmp_path):
+    meminfo = tmp_path / "meminfo"
+    meminfo.write_text("MemTotal:       4000 kB\nMemAvailable:   2000 kB\n")
+    assert free_host_memory(meminfo, tmp_path) == 2000 * 1024
+    (tmp_path / "memory.current").write_text("900000\n")
+    (tmp_path / "memory.stat").write_text("anon 500000\ninactive_file 300000\n")
+    for limit, free in (("max", 2000 * 1024), ("1000000", 400_000), ("10000000", 2000 * 1024), ("1", 0)):
+        (tmp_path / "memory.max").write_text(limit + "\n")
+        assert free_host_memory(meminfo, tmp_path) == free
+    assert 0 < free_host_memory() < 1 << 50
+
+
 def test_threads_per_rank():
     assert threads_per_rank("auto", 10**6) == 1
     assert threads_per_rank("auto", 1) == cores()
@@ -141,3 +155,24 @@ def test_threads_per_rank():
     for wrong in ("0", "two", "-1", "1.5"):
         with pytest.raises(ConfigError, match=r"runtime\.threads"):
             threads_per_rank(wrong, 1)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "setting", [None, "", "0", "-1", "0,0", "0,99", "99", "{uuid}", "{uuid:.12}", "none"]
+)
+def test_cuda_shows_the_devices_that_we_expect(setting):
+    """What a fresh process with that CUDA_VISIBLE_DEVICES sees, by NVML and by torch."""
+    code = (
+        "import torch; from h3dist.topology import visible_devices; "
+        "print([device.uuid for device in visible_devices()], "
+        "['GPU-' + str(torch.cuda.get_device_properties(n).uuid) for n in range(torch.cuda.device_count())])"
+    )
+    environ = {key: value for key, value in os.environ.items() if key != "CUDA_VISIBLE_DEVICES"}
+    if setting is not None:
+        environ["CUDA_VISIBLE_DEVICES"] = setting.format(uuid=devices()[0].uuid)
+    said = subprocess.run(
+        [sys.executable, "-c", code], env=environ, capture_output=True, text=True, check=True
+    ).stdout
+    ours, cuda = said.strip().removesuffix("]").split("] [")
+    assert ours.removeprefix("[") == cuda
