@@ -41,8 +41,12 @@ class Fault:
         """
         known = getattr(errors, self.kind, None)
         if not (isinstance(known, type) and issubclass(known, H3Error)):
-            return H3Error(f"rank {self.rank}, {self.stage}: {self.kind}: {self.text}")
-        return known(self.text if known is RankError else f"rank {self.rank}, {self.stage}: {self.text}")
+            known, text = H3Error, f"rank {self.rank}, {self.stage}: {self.kind}: {self.text}"
+        else:
+            text = self.text if known is RankError else f"rank {self.rank}, {self.stage}: {self.text}"
+        error = known(text)
+        error.rank, error.stage = self.rank, self.stage
+        return error
 
 
 class Board:
