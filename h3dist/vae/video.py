@@ -1,0 +1,202 @@
+"""The video VAE: latents to frames in diffusers' modules, with our own driver of chunks and tiles.
+
+Decoding is three steps that can live on different ranks: cut (`tiles.cut_video`), decode one job
+(`decode_job`, the only step that needs weights), blend the results in serial order (`blend.blend`).
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from h3dist.errors import ConfigError, NumericsError, RequestError
+from h3dist.geometry import CHUNK_FRAMES, CHUNK_LATENTS, LATENT_PIXELS, TAIL_LATENTS
+from h3dist.vae import released
+from h3dist.vae.blend import blend
+from h3dist.vae.tiles import HEAD, RAW_FRAMES, TAIL, Cuts, Job, cut_video
+from h3dist.vae.weights import Statistics, fill, keep_float32, read_config, read_statistics, stored_statistics
+
+if TYPE_CHECKING:
+    from h3dist.checkpoint.comfy import StateFile
+
+# The decoder speaks in ImageNet-normalised RGB over [0, 1] (diffusers AutoencoderKLMiniMaxH3).
+PIXEL_MEAN = (0.485, 0.456, 0.406)
+PIXEL_STD = (0.229, 0.224, 0.225)
+
+
+@dataclass(frozen=True)
+class VideoVae:
+    """The video VAE on one device: float16 autocast on CUDA, float32 on the CPU."""
+
+    parts: nn.ModuleDict  # post_quant_conv and decoder; quant_conv and encoder too where asked for
+    statistics: Statistics
+    device: torch.device
+
+    @classmethod
+    def load(
+        cls,
+        state_file: "StateFile",
+        config: str | Path | None,
+        device: torch.device | str,
+        *,
+        encoder: bool = False,
+    ) -> "VideoVae":
+        """Read a Comfy-format video VAE; `config` is a diffusers JSON, None the released size.
+
+        The encoder's weights are read only where asked for. Raises CheckpointError or ConfigError where file
+        and configuration do not fit each other.
+        """
+        from diffusers import AutoencoderKLMiniMaxH3
+
+        from h3dist.checkpoint.vae_names import video_state
+
+        settings = read_config(config, AutoencoderKLMiniMaxH3)
+        wanted = {"post_quant_conv", "decoder"} | ({"quant_conv", "encoder"} if encoder else set())
+        kept = {name: spec for name, spec in state_file.table.items() if name.split(".", 1)[0] in wanted}
+        state = video_state(replace(state_file, table=kept), settings["decoder_attention_head_dim"])
+        state |= stored_statistics(state_file)
+        source = str(state_file.file.path)
+        return cls.from_state(state, settings, device, encoder=encoder, source=source)
+
+    @classmethod
+    def from_state(
+        cls,
+        state: dict[str, torch.Tensor],
+        settings: dict[str, Any],
+        device: torch.device | str,
+        *,
+        encoder: bool = False,
+        source: str = "video VAE",
+    ) -> "VideoVae":
+        """The same from tensors under diffusers' names and from `read_config`; errors call it `source`."""
+        device = torch.device(device)
+        _check_geometry(settings)
+        parts = _build(settings, encoder)
+        dtype = _half_dtype if device.type == "cuda" else keep_float32
+        fill(parts, state, device=device, dtype=dtype, source=source)
+        statistics = read_statistics(state, settings, released.VIDEO, source=source, device=device)
+        return cls(parts.to(device), statistics, device)
+
+    def decode(self, latents: torch.Tensor) -> Iterator[torch.Tensor]:
+        """Frames uint8 [f, H, W, 3] on the CPU, 17 at a time and last 22, from latents [1, 24, T, h, w].
+
+        Raises RequestError at once where T is not 5k + 2, NumericsError (at once, or at the chunk) for NaN or
+        infinity.
+        """
+        if latents.ndim != 5 or latents.shape[:2] != (1, len(self.statistics.mean)):
+            wanted = f"[1, {len(self.statistics.mean)}, T, h, w]"
+            raise RequestError(f"video latents must be {wanted}, these are {list(latents.shape)}")
+        if not torch.isfinite(latents).all():
+            raise NumericsError("the video latents hold NaN or infinity before they are decoded")
+        return self._frames(self.statistics.restore(latents), cut_video(*latents.shape[2:]))
+
+    def _frames(self, latents: torch.Tensor, cuts: Cuts) -> Iterator[torch.Tensor]:
+        start = 0
+        for raw in blend((self.decode_job(latents, job) for job in cuts.jobs()), cuts):
+            stop = start + raw.shape[1]
+            if not torch.isfinite(raw).all():
+                raise NumericsError(f"the video VAE gave NaN or infinity in frames {start} to {stop - 1}")
+            yield to_frames(raw)
+            start = stop
+
+    @torch.no_grad()
+    def decode_job(self, latents: torch.Tensor, job: Job) -> torch.Tensor:
+        """One tile of one chunk, raw float32 [3, 22, y, x], from the restored latents [1, 24, T, h, w].
+
+        Its frames are the chunk's 17 and the 5 of its tail; the others of the decoder's 28 are never used.
+        """
+        tile = latents[:, :, list(job.latents), slice(*job.rows), slice(*job.cols)]
+        first = self.parts["post_quant_conv"]
+        with self._autocast():
+            raw = self.parts["decoder"](first(tile.to(first.weight.dtype)))
+        return torch.cat([raw[0, :, HEAD], raw[0, :, TAIL]], dim=1).float()
+
+    @torch.no_grad()
+    def encode_job(self, pixels: torch.Tensor) -> torch.Tensor:
+        """Moments (mean, log variance) f32 [1, 48, t, y/16, x/16] of one normalised tile [1, 3, f, y, x]."""
+        return self.parts["quant_conv"](self.parts["encoder"](pixels.to(self.device, torch.float32)))
+
+    def _autocast(self) -> torch.autocast:
+        return torch.autocast(self.device.type, torch.float16, enabled=self.device.type == "cuda")
+
+
+def to_frames(raw: torch.Tensor) -> torch.Tensor:
+    """uint8 [f, H, W, 3] on the CPU from decoded float32 [3, f, H, W], rounded to the nearest level."""
+    mean, std = (raw.new_tensor(values).view(3, 1, 1, 1) for values in (PIXEL_MEAN, PIXEL_STD))
+    levels = (raw * std + mean).clamp(0, 1).mul(255).round().to(torch.uint8)
+    return levels.permute(1, 2, 3, 0).contiguous().cpu()
+
+
+def _check_geometry(settings: dict[str, Any]) -> None:
+    """Chunks, tiles and frame counts are those of the released VAE; only widths may differ."""
+    found = (
+        settings["clip_length"],
+        settings["token_drop"],
+        math.prod(settings["spatial_downsample_factors"]),
+        math.prod(settings["temporal_downsample_factors"]),
+    )
+    wanted = (CHUNK_FRAMES, CHUNK_LATENTS - TAIL_LATENTS, LATENT_PIXELS, RAW_FRAMES)
+    if found != wanted:
+        raise ConfigError(
+            f"this video VAE has clip_length, token_drop and compression in space and time {found}; only "
+            f"{wanted} can be decoded"
+        )
+
+
+def _build(settings: dict[str, Any], encoder: bool) -> nn.ModuleDict:
+    """diffusers' modules without their weights (on the meta device); only the rotary frequencies are real."""
+    from diffusers.models.autoencoders import autoencoder_kl_minimax_h3 as h3
+
+    channels = settings["latent_channels"]
+    head_dim = settings["decoder_attention_head_dim"]
+    with torch.device("meta"):
+        decoder = h3.MiniMaxH3VideoViTDecoder3d(
+            in_channels=channels,
+            out_channels=settings["out_channels"],
+            patch_size=LATENT_PIXELS,
+            patch_size_t=RAW_FRAMES,
+            num_layers=settings["decoder_num_layers"],
+            num_attention_heads=settings["decoder_num_attention_heads"],
+            attention_head_dim=head_dim,
+            num_register_tokens=settings["decoder_num_register_tokens"],
+            ffn_mult=settings["decoder_ffn_mult"],
+            rope_theta=settings["decoder_rope_theta"],
+            rope_dim_ratio=settings["decoder_rope_dim_ratio"],
+            norm_eps=settings["decoder_norm_eps"],
+        )
+        post_quant_conv = nn.Conv3d(channels, channels, kernel_size=1)
+        parts = nn.ModuleDict({"post_quant_conv": post_quant_conv, "decoder": decoder})
+        if encoder:
+            parts["quant_conv"] = nn.Conv3d(2 * channels, 2 * channels, kernel_size=1)
+            parts["encoder"] = _build_encoder(settings)
+    rotary_width = int(head_dim * settings["decoder_rope_dim_ratio"])
+    decoder.rope = h3.MiniMaxH3VideoRotaryPosEmbed(rotary_width, theta=settings["decoder_rope_theta"])
+    return parts
+
+
+def _build_encoder(settings: dict[str, Any]) -> nn.Module:
+    from diffusers.models.autoencoders.autoencoder_kl_minimax_h3 import MiniMaxH3VideoEncoder3d
+
+    same = (
+        "in_channels",
+        "block_out_channels",
+        "layers_per_block",
+        "spatial_downsample_factors",
+        "temporal_downsample_factors",
+        "norm_num_groups",
+        "norm_eps",
+        "spatial_padding_mode",
+    )
+    return MiniMaxH3VideoEncoder3d(
+        out_channels=2 * settings["latent_channels"], **{name: settings[name] for name in same}
+    )
+
+
+def _half_dtype(name: str) -> torch.dtype:
+    """float16 for the decoder's linears and input convolution; norms, scales, the encoder stay float32."""
+    kept = name.startswith(("encoder.", "quant_conv.")) or "norm" in name or "scale" in name
+    return torch.float32 if kept else torch.float16
