@@ -59,7 +59,7 @@ def whole_tiles(ranges: tuple[Range, ...], cols: Range) -> bool:
 
 def cut_error(cols: Range, width: int) -> str | None:
     """Why a cut of columns is illegal: it may part neither a byte nor the 16 columns that share a scale."""
-    bad = [edge for edge in cols if edge % BLOCK and edge != width]
+    bad = [edge for edge in cols if edge % BLOCK and (edge != width or edge == cols[0])]
     if not bad:
         return None
     low = bad[0] // BLOCK * BLOCK
