@@ -1,0 +1,160 @@
+"""The last stage, on rank 0: latents to frames and sound, and every file of the run written whole, then renamed.
+
+Shape letters: T h w latent frames, height and width; A audio latents a channel; F frames, H W pixels, N samples.
+"""
+
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from h3dist.checkpoint.comfy import StateFile, open_vaes
+from h3dist.config import Config
+from h3dist.errors import OutputError
+from h3dist.media import write_mp4, write_wav
+from h3dist.outputs import Outputs, check_outputs, choose_outputs
+from h3dist.plan import Plan
+from h3dist.preflight import read_request
+from h3dist.request import Resolved
+from h3dist.saved import latents, load_latents, save_tensors, sha256
+from h3dist.sidecar import RankReport, describe_run, write_sidecar
+from h3dist.site import all_cores, pick_device
+from h3dist.topology import Ranks
+from h3dist.vae import AudioVae, VideoVae
+
+
+@dataclass(frozen=True)
+class Delivery:
+    """Clean latents video [1, 24, T, h, w] and audio [1, 32, 2, A], the VAEs' files, and what to tell of the run."""
+
+    resolved: Resolved
+    video_vae: StateFile
+    audio_vae: StateFile
+    video: Tensor
+    audio: Tensor
+    plan: Plan | None = None
+    seconds: Mapping[str, float] = field(default_factory=dict)
+    step_seconds: tuple[float, ...] = ()
+    trace: Mapping[str, Tensor] = field(default_factory=dict)
+    conditioning: Mapping[str, Tensor] = field(default_factory=dict)
+
+
+def deliver(
+    config: Config,
+    device: torch.device,
+    outputs: Outputs,
+    given: Delivery,
+    reports: Sequence[RankReport] = (),
+) -> None:
+    """Decode, mux, write, rename. Where that fails, the latents stay as NAME.latents.safetensors.
+
+    Raises `OutputError`, `NumericsError` and what the VAEs raise.
+    """
+    begun = time.perf_counter()
+    try:
+        save_asked(outputs, given)
+        with all_cores():
+            write_clip(config, device, outputs, given)
+        seconds = {**given.seconds, "decode": time.perf_counter() - begun}
+        write_sidecar(outputs.parts["sidecar"], tell(config, given, reports, seconds))
+        publish(outputs)
+    except Exception:
+        rescue(outputs, given)
+        raise
+    finally:
+        outputs.discard()
+
+
+def save_asked(outputs: Outputs, given: Delivery) -> None:
+    """The latents and the trace that were asked for, before anything is decoded."""
+    request, final = given.resolved.as_request(), latents(given.video, given.audio)
+    if outputs.latents:
+        save_tensors(outputs.parts["latents"], final, request)
+    if outputs.trace:
+        save_tensors(outputs.parts["trace"], {**given.trace, **final}, request)
+
+
+def write_clip(config: Config, device: torch.device, outputs: Outputs, given: Delivery) -> None:
+    """Frames into the MP4 as they are decoded, with the sound; the WAV and the intermediates where asked for."""
+    resolved = given.resolved
+    sound_2N = AudioVae.load(given.audio_vae, config.model.audio_vae_config, device).decode(given.audio)
+    vae = VideoVae.load(given.video_vae, config.model.video_vae_config, device)
+    kept: list[Tensor] | None = [] if outputs.intermediates else None
+    write_mp4(
+        outputs.parts["path"],
+        keeping(vae.decode(given.video), kept),
+        sound_2N if resolved.mux_audio else None,
+        width=resolved.width,
+        height=resolved.height,
+        frames=resolved.frames,
+        metadata={"title": resolved.prompt, "comment": f"h3dist, seed {resolved.seed}"},
+    )
+    if outputs.sound:
+        write_wav(outputs.parts["sound"], sound_2N, frames=resolved.frames)
+    if kept is not None:
+        decoded = {"frames": torch.cat(kept), "audio": sound_2N}
+        tensors = {**given.conditioning, **latents(given.video, given.audio), **decoded}
+        save_tensors(outputs.parts["intermediates"], tensors, resolved.as_request())
+
+
+def keeping(chunks: Iterable[Tensor], kept: list[Tensor] | None) -> Iterator[Tensor]:
+    """The same chunks, each also put into `kept`."""
+    for chunk in chunks:
+        if kept is not None:
+            kept.append(chunk)
+        yield chunk
+
+
+def tell(
+    config: Config, given: Delivery, reports: Sequence[RankReport], seconds: Mapping[str, float]
+) -> dict[str, object]:
+    """The sidecar's content."""
+    hashes = {"video_latents": sha256(given.video), "audio_latents": sha256(given.audio)}
+    return describe_run(
+        config,
+        given.resolved,
+        given.plan,
+        reports,
+        seconds=seconds,
+        step_seconds=given.step_seconds,
+        sha256=hashes,
+    )
+
+
+def publish(outputs: Outputs) -> None:
+    """Rename every finished file, the clip last. Raises `OutputError`."""
+    for role in sorted(outputs.targets(), key=lambda role: role == "path"):
+        if role != "rescue":
+            outputs.publish(role)
+
+
+def rescue(outputs: Outputs, given: Delivery) -> None:
+    """Keep the latents of a run that failed after denoising, if the disk takes them; the first error stands."""
+    with suppress(OutputError):
+        save_tensors(outputs.parts["rescue"], latents(given.video, given.audio), given.resolved.as_request())
+        outputs.publish("rescue")
+
+
+def decode_file(config: Config, path: Path, output: Mapping[str, Any]) -> str:
+    """Finish a run from its saved latents: decode and mux them. Gives the MP4's path.
+
+    `output` names the files as for a run; without a path the MP4 stands beside the latents. Raises
+    `RequestError`, `CheckpointError`, `OutputError` and `NumericsError`.
+    """
+    found, request = load_latents(path)
+    resolved = read_request(config, request)
+    said = vars(config.output) | {name: value for name, value in output.items() if value is not None}
+    if output.get("path") is None:
+        said["path"] = str(path).removesuffix(".safetensors").removesuffix(".latents") + ".mp4"
+    outputs = choose_outputs(**said, mux_audio=resolved.mux_audio)
+    check_outputs(outputs, resolved.geometry, resolved.steps)
+    video_vae, audio_vae, _ = open_vaes(config.model)
+    device = pick_device(config, Ranks())
+    video, audio = (found[name].to(device) for name in ("video_latents", "audio_latents"))
+    deliver(config, device, outputs, Delivery(resolved, video_vae, audio_vae, video, audio))
+    return outputs.path

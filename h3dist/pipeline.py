@@ -1,0 +1,310 @@
+"""From a request to an MP4: the stages in order, on every rank. Read this file first.
+
+    request -> plan -> encode -> pack -> denoise -> decode -> mux
+
+Each stage takes the record before it and gives a new frozen one. Rank 0 alone reads the request, encodes the
+text, decodes and muxes; all ranks denoise. A stage ends in an agreement: all go on, or all leave with the
+first error.
+
+Shape letters: L text rows, t text encoder width, C hidden, T h w latent frames, height and width, A audio latents
+a channel.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from h3dist import __version__
+from h3dist.attention.registry import get as attention_backend
+from h3dist.checkpoint.comfy import DenoiserFile, Slots, open_denoiser, open_slots
+from h3dist.comm import Comm
+from h3dist.config import Config
+from h3dist.deliver import Delivery, deliver
+from h3dist.model.denoiser import Denoiser
+from h3dist.model.linear import choose_linear, dense_linear
+from h3dist.model.modulation import Modulation, tables
+from h3dist.model.refiner import refine_text
+from h3dist.model.weights import DenoiserWeights, load_denoiser
+from h3dist.outputs import Outputs
+from h3dist.packing import Packing, pack_t2va
+from h3dist.plan import Layout, Plan, check_memory, make_layout
+from h3dist.preflight import Facts, compute_dtype, facts_of, plan_on, read_request
+from h3dist.progress import Steps
+from h3dist.request import Resolved
+from h3dist.sampling.noise import draw
+from h3dist.sampling.samplers import sample
+from h3dist.sampling.schedules import Schedule, make_schedule
+from h3dist.sidecar import RankReport
+from h3dist.site import Site, all_cores, free_memory, pick_device
+from h3dist.status import StatusFile
+from h3dist.text.encoder import TextEncoder
+from h3dist.text.tokenizer import Presentation, load_tokenizer, present_t2va
+from h3dist.topology import Ranks, visible_devices
+
+
+@dataclass(frozen=True)
+class Started:
+    """What all ranks agreed on before any work. `slots`, the opened files, are rank 0's alone."""
+
+    dfile: DenoiserFile
+    slots: Slots | None
+    resolved: Resolved
+    presentation: Presentation
+    plan: Plan
+    schedule: Schedule
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """states_Lt f32 [L, t] on rank 0 alone; rows_LC, the refined text rows, and this rank's weights on all."""
+
+    started: Started
+    states_Lt: Tensor | None
+    rows_LC: Tensor
+    weights: DenoiserWeights
+    modulation: Modulation
+
+
+@dataclass(frozen=True)
+class Packed:
+    """The packed sequence and the noise of video [1, 24, T, h, w] and audio [1, 32, 2, A], f32."""
+
+    prepared: Prepared
+    packing: Packing
+    video: Tensor
+    audio: Tensor
+
+
+@dataclass(frozen=True)
+class Denoised:
+    """The clean latents, equal on every rank; `trace` has both after every step, on rank 0, if asked for."""
+
+    packed: Packed
+    video: Tensor
+    audio: Tensor
+    trace: Mapping[str, Tensor]
+    step_seconds: tuple[float, ...]
+
+
+def run(config: Config, job: Mapping[str, Any] | None, ranks: Ranks) -> None:
+    """Make the clip of `job` on this rank and its peers. Under plain torchrun only rank 0 has a job.
+
+    Raises what any stage raises, on every rank.
+    """
+    dfile = open_denoiser(config.model.denoiser, config.model.qkv_order)
+    layout = choose_layout(config, job, ranks, dfile)
+    device = pick_device(config, ranks)
+    runtime = config.runtime
+    with Comm.connect(
+        ranks,
+        layout,
+        device,
+        backend=runtime.backend,
+        timeout=runtime.timeout,
+        stage_timeout=runtime.stage_timeout,
+    ) as comm:
+        site = Site(config, ranks, device, comm, *_told(job, ranks))
+        started = start(site, job, dfile)
+        denoised = denoise(site, pack(prepare(site, started), site))
+        reports = [RankReport(**json.loads(text)) for text in comm.collect("reports", report_of(site, dfile))]
+        with site.stage("decode"):
+            if site.first:
+                assert site.outputs is not None
+                deliver(config, device, site.outputs, delivery(site, denoised), reports)
+
+
+def choose_layout(config: Config, job: Mapping[str, Any] | None, ranks: Ranks, dfile: DenoiserFile) -> Layout:
+    """The launcher's choice, which weighed memory; under plain torchrun what the configuration says."""
+    if job and job.get("layout"):
+        return Layout(**job["layout"])
+    parallel = config.parallel
+    return make_layout(parallel.mode, ranks.world, parallel.sp, parallel.tp, dfile.dims, dp=parallel.dp)
+
+
+def _told(job: Mapping[str, Any] | None, ranks: Ranks) -> tuple[Outputs | None, StatusFile | None]:
+    if job is None:
+        return None, None
+    status = StatusFile.of(job["status_dir"], ranks.rank) if job["status_dir"] else None
+    return Outputs(**job["output"]) if ranks.rank == 0 else None, status
+
+
+def start(site: Site, job: Mapping[str, Any] | None, dfile: DenoiserFile) -> Started:
+    """Agree on code, configuration, checkpoint, request and plan, before any weight is read."""
+    with site.stage("start"):
+        told = read_job(site, job) if site.first else None
+    agree_on_setting(site, dfile)
+    slots = told.pop("slots") if told else None
+    told = site.comm.share(told)
+    with site.stage("plan"):
+        facts = Facts(dfile.dims, dfile, told["sizes"], len(told["presentation"].ids), ())
+        plan = plan_for(site, told["resolved"], facts)
+        schedule = schedule_of(site.config, told["resolved"].steps)
+    site.comm.same("the plan", plan.digest)
+    return Started(dfile, slots, told["resolved"], told["presentation"], plan, schedule)
+
+
+def read_job(site: Site, job: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Rank 0 alone: the request, the other checkpoints' headers, the prompt's tokens."""
+    assert job is not None, "rank 0 has the job"
+    resolved = read_request(site.config, job["request"])
+    slots = open_slots(site.config.model)
+    tokenizer = load_tokenizer(site.config.model.tokenizer)
+    presentation = present_t2va(resolved.prompt, tokenizer)
+    sizes = facts_of(slots, len(presentation.ids)).sizes
+    return {"resolved": resolved, "slots": slots, "presentation": presentation, "sizes": sizes}
+
+
+def agree_on_setting(site: Site, dfile: DenoiserFile) -> None:
+    """Every rank runs the same code with the same configuration on the same denoiser. Raises `RankError`."""
+    shared = {
+        part: asdict(getattr(site.config, part)) for part in ("runtime", "parallel", "attention", "sampler")
+    }
+    site.comm.same("the version of h3dist", __version__)
+    site.comm.same("the version of torch", torch.__version__)
+    site.comm.same("the configuration", shared)
+    site.comm.same("the denoiser's header", dfile.file.header_hash)
+
+
+def plan_for(site: Site, resolved: Resolved, facts: Facts) -> Plan:
+    """The plan as this rank computes it. Raises `PlanError` where it does not fit this rank's memory."""
+    capability = None
+    if site.device.type == "cuda":
+        capability = min(device.capability for device in visible_devices())
+    plan = plan_on(
+        site.config, resolved, facts, site.comm.layout, device=site.device.type, capability=capability
+    )
+    free = free_memory(site.device, site.ranks)
+    if free is not None:
+        check_memory(plan, [free] * plan.layout.world)
+    return plan
+
+
+def schedule_of(config: Config, steps: int) -> Schedule:
+    """The noise levels of a run of `steps` evaluations."""
+    sampler = config.sampler
+    return make_schedule(
+        sampler.schedule,
+        steps,
+        video_shift=sampler.video_shift,
+        audio_shift=sampler.audio_shift,
+        beta_a=sampler.beta_a,
+        beta_b=sampler.beta_b,
+    )
+
+
+def prepare(site: Site, started: Started) -> Prepared:
+    """Rank 0 encodes and refines the text, in float32, and then reads its weights; the others read at once."""
+    plan, dtype = started.plan, getattr(torch, compute_dtype(site.config, site.device.type))
+    attention_backend(site.config.attention.name, site.device, dtype)  # refused before weights are read
+    with site.stage("encode"):
+        states_Lt, rows_LC = encode(site, started) if site.first else (None, None)
+        share = plan.shares[site.ranks.rank]
+        weights = load_denoiser(started.dfile, share, device=site.device, dtype=dtype)
+        times = started.schedule.times_v, started.schedule.times_a
+        modulation = tables(started.dfile, *times, device=site.device, dtype=dtype)
+    shape = (plan.text_rows, plan.dims.hidden)
+    rows_LC = site.comm.broadcast_text(rows_LC, shape, dtype)
+    return Prepared(started, states_Lt, rows_LC, weights, modulation)
+
+
+def encode(site: Site, started: Started) -> tuple[Tensor, Tensor]:
+    """The prompt's hidden states [L, t] and its refined rows [L, C], both f32; the encoder leaves afterwards."""
+    assert started.slots is not None
+    with all_cores():
+        config = site.config.model.text_encoder_config
+        encoder = TextEncoder.load(started.slots.text_encoder, config, site.device)
+        states_Lt, _ = encoder.encode(started.presentation)
+        encoder.release()
+        return states_Lt, refine_text(started.dfile, states_Lt, site.device)
+
+
+def pack(prepared: Prepared, site: Site) -> Packed:
+    """Lay out the sequence; draw the noise once, whole, from one CPU generator, the same on every rank."""
+    started, resolved = prepared.started, prepared.started.resolved
+    dims = started.plan.dims
+    video, audio = draw(
+        site.config.sampler.noise,
+        resolved.seed,
+        resolved.geometry,
+        dims.video_channels,
+        dims.audio_channels,
+    )
+    packing = pack_t2va(resolved.geometry, started.presentation.tags)
+    return Packed(prepared, packing, video.to(site.device), audio.to(site.device))
+
+
+def denoise(site: Site, packed: Packed) -> Denoised:
+    """Run the schedule: every rank computes its share of each evaluation and takes the same step."""
+    started, sampler = packed.prepared.started, site.config.sampler
+    trace: dict[str, Tensor] = {}
+    keep = site.outputs is not None and site.outputs.trace is not None
+    with site.stage("denoise"), Steps(started.schedule.evaluations, shown=site.first) as steps:
+
+        def on_step(step: int, video: Tensor, audio: Tensor) -> None:
+            if keep:
+                names = (f"step.{step + 1:03d}.video_latents", f"step.{step + 1:03d}.audio_latents")
+                trace.update(zip(names, (video.cpu(), audio.cpu()), strict=True))
+            steps.advance()
+
+        video, audio = sample(
+            denoiser(site, packed),
+            packed.video,
+            packed.audio,
+            started.schedule,
+            sampler=sampler.sampler,
+            contract=sampler.noise,
+            on_step=on_step,
+        )
+    return Denoised(packed, video, audio, trace, tuple(steps.seconds))
+
+
+def denoiser(site: Site, packed: Packed) -> Denoiser:
+    """This rank's denoiser, tied to its peers by the exchange."""
+    prepared, plan = packed.prepared, packed.prepared.started.plan
+    exchange = site.comm.exchange(plan)
+    capability = torch.cuda.get_device_capability(site.device) if plan.amax else None
+    return Denoiser(
+        prepared.weights,
+        packed.packing,
+        plan.shares[site.ranks.rank],
+        prepared.modulation,
+        exchange,
+        attention_backend(plan.attention, site.device, prepared.weights.dtype),
+        prepared.rows_LC,
+        choose_linear(capability, exchange) if plan.amax else dense_linear,
+    )
+
+
+def report_of(site: Site, dfile: DenoiserFile) -> str:
+    """What this rank counted, for the sidecar, as JSON."""
+    name = torch.cuda.get_device_name(site.device) if site.device.type == "cuda" else "cpu"
+    report = RankReport(name, dict(site.comm.counted), dfile.file.bytes_read, site.peak_memory())
+    return json.dumps(asdict(report))
+
+
+def delivery(site: Site, denoised: Denoised) -> Delivery:
+    """What rank 0 decodes, muxes and writes."""
+    prepared = denoised.packed.prepared
+    packing, started = denoised.packed.packing, prepared.started
+    assert prepared.states_Lt is not None and started.slots is not None
+    return Delivery(
+        resolved=started.resolved,
+        plan=started.plan,
+        video_vae=started.slots.video_vae,
+        audio_vae=started.slots.audio_vae,
+        video=denoised.video,
+        audio=denoised.audio,
+        seconds=dict(site.seconds),
+        step_seconds=denoised.step_seconds,
+        trace=denoised.trace,
+        conditioning={
+            "text_states": prepared.states_Lt,
+            "text_tags": packing.token_tags[: packing.text_rows],
+            "position_ids": packing.position_ids,
+            "token_tags": packing.token_tags,
+        },
+    )

@@ -1,0 +1,226 @@
+"""From a configuration and a request to a plan, before any weight is read: the same on the launcher and on ranks.
+
+Opens the checkpoints' headers, counts the prompt's tokens, looks at the memory that is free. Imports no torch.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from h3dist.config import Config
+from h3dist.errors import ConfigError
+from h3dist.plan import Layout, Plan, check_memory, fits, make_layout, make_plan, released_dims
+from h3dist.request import Resolved, parse_request, resolve
+from h3dist.sampling.schedules import evaluations
+from h3dist.text.tokenizer import count_tokens
+from h3dist.topology import Device, auto_world, free_host_memory, visible_devices
+
+if TYPE_CHECKING:
+    from h3dist.checkpoint.comfy import DenoiserDims, DenoiserFile, Slots
+
+FP4_CAPABILITY = (10, 0)
+HOST_RESERVE = 1 << 28  # a rank's Python and torch on a CPU
+CHARACTERS_PER_TOKEN = 4  # of English; without a tokenizer the plan estimates
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Where ranks run: "cuda" or "cpu", the free bytes of each rank, the lowest compute capability."""
+
+    device: str
+    free: tuple[int, ...]
+    capability: tuple[int, int] | None
+
+    @classmethod
+    def of(cls, config: Config, world: int) -> "Machine":
+        """This machine, as the configuration lets `world` ranks see it. Ranks may share a GPU over gloo."""
+        gpus = () if config.runtime.device == "cpu" else visible_devices()
+        if not gpus:
+            return cls("cpu", (free_host_memory() // world,) * world, None)
+        return cls("cuda", _share_out(gpus, world), min(gpu.capability for gpu in gpus))
+
+    @classmethod
+    def imagined(cls, gpu_memory: int, world: int) -> "Machine":
+        """`world` GPUs of `gpu_memory` bytes each, all free."""
+        return cls("cuda", (gpu_memory,) * world, None)
+
+
+def _share_out(gpus: Sequence[Device], world: int) -> tuple[int, ...]:
+    """Free bytes of each rank where ranks take GPUs in turn."""
+    users = [len(range(place, world, len(gpus))) for place in range(len(gpus))]
+    return tuple(gpus[r % len(gpus)].memory_free // max(1, users[r % len(gpus)]) for r in range(world))
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What a plan is made from beside the request: the files, and the number of text rows."""
+
+    dims: "DenoiserDims"
+    dfile: "DenoiserFile | None"
+    sizes: Mapping[str, int]  # bytes of "text_encoder", "video_vae", "audio_vae" where they are there
+    text_rows: int
+    notes: tuple[str, ...]
+
+
+def plan_run(
+    config: Config, request: Mapping[str, Any], gpus: int | None = None
+) -> tuple[Plan, tuple[str, ...]]:
+    """The plan of a run that is about to start, and what to tell the user.
+
+    Every file must be there and whole; the memory that is free must do. Raises `CheckpointError`, `PlanError`
+    and what a bad request raises.
+    """
+    from h3dist.checkpoint.comfy import open_slots
+
+    resolved = read_request(config, request)
+    slots = open_slots(config.model)
+    facts = facts_of(slots, count_tokens(config.model.tokenizer, resolved.prompt))
+    world = count_ranks(config, gpus)
+    machine = Machine.of(config, world)
+    made = _plan(config, resolved, facts, machine, world)
+    check_memory(made, machine.free)
+    return made, slots.notes
+
+
+def plan_ahead(
+    config: Config, request: Mapping[str, Any], gpus: int | None = None, gpu_memory: int | None = None
+) -> tuple[Plan, tuple[str, ...]]:
+    """The plan of a run on a machine one may not have: no weights and no GPUs are needed.
+
+    Files that are there are used; for others the released sizes stand in, which `notes` say. With `gpu_memory`
+    bytes of each GPU given, or GPUs visible, a plan that does not fit raises `PlanError`.
+    """
+    resolved = read_request(config, request)
+    facts = _facts_ahead(config, resolved.prompt)
+    world = count_ranks(config, gpus)
+    visible = len(visible_devices()) if config.runtime.device != "cpu" else 0
+    known = gpu_memory is not None or 0 < world <= visible
+    machine = Machine.imagined(gpu_memory or 0, world) if gpu_memory else Machine.of(config, world)
+    made = _plan(config, resolved, facts, machine if known else None, world)
+    if known:
+        check_memory(made, machine.free)
+    return made, facts.notes
+
+
+def read_request(config: Config, request: Mapping[str, Any]) -> Resolved:
+    """`request` validated, with every choice made. Raises `RequestError`."""
+    return resolve(
+        parse_request(request),
+        allow_untrained=config.runtime.allow_untrained,
+        schedule=config.sampler.schedule,
+    )
+
+
+def count_ranks(config: Config, gpus: int | None) -> int:
+    """Ranks of a run: as asked, else what the layout's degrees multiply to, else one for each visible GPU."""
+    parallel = config.parallel
+    if gpus is not None:
+        return gpus
+    if parallel.mode == "single":
+        return 1
+    if parallel.sp is not None and parallel.tp is not None:
+        return parallel.sp * parallel.tp
+    return auto_world(config.runtime.device)
+
+
+def facts_of(slots: "Slots", text_rows: int) -> Facts:
+    """What the opened files say."""
+    files = {"text_encoder": slots.text_encoder, "video_vae": slots.video_vae, "audio_vae": slots.audio_vae}
+    sizes = {name: sum(info.nbytes for info in state.tensors.values()) for name, state in files.items()}
+    return Facts(slots.denoiser.dims, slots.denoiser, sizes, text_rows, ())
+
+
+def _facts_ahead(config: Config, prompt: str) -> Facts:
+    """As `facts_of`, from whatever is there."""
+    from h3dist.checkpoint.comfy import open_denoiser
+
+    model, notes = config.model, []
+    dfile = (
+        open_denoiser(model.denoiser, qkv_order=model.qkv_order) if Path(model.denoiser).is_file() else None
+    )
+    paths = {name: Path(getattr(model, name)) for name in ("text_encoder", "video_vae", "audio_vae")}
+    sizes = {name: path.stat().st_size for name, path in paths.items() if path.is_file()}
+    if Path(model.tokenizer).is_dir():
+        text_rows = count_tokens(model.tokenizer, prompt)
+    else:
+        text_rows = max(1, len(prompt) // CHARACTERS_PER_TOKEN)
+        notes.append(f"no tokenizer at {model.tokenizer}: {text_rows} text rows are an estimate")
+    return Facts(dfile.dims if dfile else released_dims(), dfile, sizes, text_rows, tuple(notes))
+
+
+def _plan(config: Config, resolved: Resolved, facts: Facts, machine: Machine | None, world: int) -> Plan:
+    """The plan with the layout that the configuration asks for; "auto" takes one that fits `machine`."""
+    device = machine.device if machine else "cuda"
+    capability = machine.capability if machine else None
+
+    def on(layout: Layout) -> Plan:
+        return plan_on(config, resolved, facts, layout, device=device, capability=capability)
+
+    def fitting(layout: Layout) -> bool:
+        return machine is None or fits(on(layout), machine.free)
+
+    parallel = config.parallel
+    layout = make_layout(
+        parallel.mode, world, parallel.sp, parallel.tp, facts.dims, dp=parallel.dp, fits=fitting
+    )
+    return on(layout)
+
+
+def plan_on(
+    config: Config,
+    resolved: Resolved,
+    facts: Facts,
+    layout: Layout,
+    *,
+    device: str,
+    capability: tuple[int, int] | None,
+) -> Plan:
+    """The plan on a layout that is already chosen: what every rank computes for itself and must agree on."""
+    sampler = config.sampler
+    steps = evaluations(
+        sampler.schedule,
+        resolved.steps,
+        video_shift=sampler.video_shift,
+        beta_a=sampler.beta_a,
+        beta_b=sampler.beta_b,
+    )
+    options = {} if device == "cuda" else {"reserve": HOST_RESERVE}
+    return make_plan(
+        resolved,
+        facts.dims,
+        facts.text_rows,
+        layout,
+        dtype=compute_dtype(config, device),
+        attention=config.attention.name,
+        steps=steps,
+        dfile=facts.dfile,
+        mode=config.parallel.mode,
+        amax=needs_amax(facts.dfile, capability),
+        files=dict(facts.sizes),
+        **options,
+    )
+
+
+def compute_dtype(config: Config, device: str) -> str:
+    """The denoiser's number format: as configured, else bfloat16 on CUDA and float32 on a CPU."""
+    if config.runtime.dtype != "auto":
+        return config.runtime.dtype
+    return "bfloat16" if device == "cuda" else "float32"
+
+
+def needs_amax(dfile: "DenoiserFile | None", capability: tuple[int, int] | None) -> bool:
+    """Whether ranks agree on activation scales: NVFP4 layers on compute capability 10 and later."""
+    if dfile is None or capability is None or capability < FP4_CAPABILITY:
+        return False
+    return any(layer["format"] == "nvfp4" for layer in dfile.formats.values())
+
+
+def check_backend(config: Config, device: str) -> str:
+    """The transport of tensors between ranks. Raises `ConfigError` for NCCL without CUDA."""
+    backend = config.runtime.backend
+    if backend == "nccl" and device != "cuda":
+        raise ConfigError(
+            "runtime.backend=nccl needs CUDA devices; runtime.backend=gloo runs on the processor"
+        )
+    return ("nccl" if device == "cuda" else "gloo") if backend == "auto" else backend

@@ -1,0 +1,56 @@
+"""How a run tells its user how far it is: a bar on a terminal, a line a step elsewhere. Only rank 0 has one."""
+
+import sys
+import time
+from types import TracebackType
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn
+
+
+class Steps:
+    """Progress over `total` model evaluations; `seconds` keeps the time of each. Silent where not `shown`."""
+
+    def __init__(self, total: int, *, shown: bool) -> None:
+        self.total = total
+        self.seconds: list[float] = []
+        self._shown = shown
+        self._last = time.perf_counter()
+        console = Console(stderr=True)
+        self._bar = _bar(console) if shown and console.is_terminal else None
+        self._task = self._bar.add_task("denoise", total=total, speed="") if self._bar else None
+
+    def __enter__(self) -> "Steps":
+        if self._bar:
+            self._bar.start()
+        self._last = time.perf_counter()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._bar:
+            self._bar.stop()
+
+    def advance(self) -> None:
+        """One evaluation is done."""
+        now = time.perf_counter()
+        self.seconds.append(now - self._last)
+        self._last = now
+        if self._bar:
+            self._bar.update(self._task, advance=1, speed=self._speed())
+        elif self._shown:
+            print(
+                f"h3dist: step {len(self.seconds)}/{self.total}, {self._speed()}", file=sys.stderr, flush=True
+            )
+
+    def _speed(self) -> str:
+        """Seconds a step without the first, which warms up, and the time left at that rate."""
+        steady = self.seconds[1:] or self.seconds
+        mean = sum(steady) / len(steady)
+        return f"{mean:.2f} s a step, {mean * (self.total - len(self.seconds)):.0f} s left"
+
+
+def _bar(console: Console) -> Progress:
+    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed}/{task.total}"))
+    return Progress(*columns, TextColumn("{task.fields[speed]}"), console=console)

@@ -1,0 +1,89 @@
+"""The JSON beside an MP4: what was asked, how it ran and what came out. It is itself a legal request file."""
+
+import json
+import platform
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from h3dist import __version__
+from h3dist.config import Config
+from h3dist.errors import OutputError
+from h3dist.plan import Plan
+from h3dist.request import Resolved
+
+PACKAGES = ("torch", "diffusers", "transformers", "safetensors", "comfy-kitchen", "av")
+
+
+@dataclass(frozen=True)
+class RankReport:
+    """What one rank counted: bytes sent by collective, bytes asked of the denoiser's file, its peak memory."""
+
+    device: str
+    sent: dict[str, int]
+    file_bytes: int
+    peak_memory: int
+
+
+def describe_run(
+    config: Config,
+    resolved: Resolved,
+    plan: Plan | None,
+    ranks: Sequence[RankReport],
+    *,
+    seconds: Mapping[str, float],
+    step_seconds: Sequence[float],
+    sha256: Mapping[str, str],
+) -> dict[str, Any]:
+    """Everything about a run as JSON values; `plan` and `ranks` are absent where only saved latents were decoded."""
+    settings = asdict(config)
+    for part in (
+        "request",
+        "job",
+        "output",
+    ):  # the request stands at the top; the others name this run's files
+        settings.pop(part)
+    return {
+        "h3dist": __version__,
+        "request": resolved.as_request(),
+        "notes": list(resolved.notes),
+        "config": settings,
+        "plan": plan.as_dict() if plan else None,
+        "plan_digest": plan.digest if plan else None,
+        "ranks": [_against_plan(plan, rank, report) for rank, report in enumerate(ranks)],
+        "seconds": {name: round(value, 4) for name, value in seconds.items()},
+        "step_seconds": [round(value, 4) for value in step_seconds],
+        "sha256": dict(sha256),
+        "versions": {"python": platform.python_version(), **_versions()},
+    }
+
+
+def write_sidecar(path: Path | str, report: Mapping[str, Any]) -> None:
+    """Write the report to `path`. Raises `OutputError`."""
+    try:
+        Path(path).write_text(json.dumps(report, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
+    except (OSError, UnicodeEncodeError) as error:
+        raise OutputError(f"cannot write {path}: {error}") from error
+
+
+def _against_plan(plan: Plan, rank: int, report: RankReport) -> dict[str, Any]:
+    """A rank's counts beside what its share of the plan says."""
+    share = plan.shares[rank]
+    return {
+        "device": report.device,
+        "sent": {"planned": share.sent, "counted": report.sent},
+        "file_bytes": {"planned": share.file_bytes, "counted": report.file_bytes},
+        "peak_memory": {"planned": plan.peaks[rank], "counted": report.peak_memory},
+    }
+
+
+def _versions() -> dict[str, str]:
+    found = {}
+    for name in PACKAGES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found
