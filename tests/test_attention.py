@@ -54,7 +54,7 @@ def test_every_backend_says_what_it_needs() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["sdpa", "sdpa_cudnn"])
-@pytest.mark.parametrize("shape", [(659, 5, 128), (38, 1, 32), (1, 1, 128)])
+@pytest.mark.parametrize("shape", [(659, 5, 128), (38, 1, 32), (64, 2, 64)])
 def test_on_a_gpu_every_backend_is_softmax_attention(name: str, shape: tuple[int, int, int]) -> None:
     device = torch.device("cuda")
     q, k, v = torch.randn(3, *shape, device=device, dtype=torch.bfloat16)

@@ -5,12 +5,12 @@ from dataclasses import dataclass, field, replace
 import comfy_kitchen
 import pytest
 import torch
+from fp4 import EMULATED, nvfp4
 from lockstep import HandExchange, Lockstep, Part, make_parts, spread
 from tiny_model import error
 from torch import Tensor
 
 from h3dist.checkpoint.formats import PlainWeight
-from h3dist.checkpoint.nvfp4 import Nvfp4Weight
 from h3dist.model.exchange import Alone
 from h3dist.model.linear import (
     Fp4Kernels,
@@ -20,28 +20,6 @@ from h3dist.model.linear import (
     kitchen_kernels,
     largest_magnitude,
 )
-
-
-def nvfp4(values_NK: Tensor) -> Nvfp4Weight:
-    """A weight quantised by comfy-kitchen, as a checkpoint holds it."""
-    scale = values_NK.abs().amax() / (448 * 6)
-    codes, scales = comfy_kitchen.quantize_nvfp4(values_NK, scale, pad_16x=True)
-    return Nvfp4Weight(codes, scales.view(torch.uint8), scale, tuple(values_NK.shape))
-
-
-def emulated_matmul(codes_a: Tensor, codes_b: Tensor, **scales: Tensor) -> Tensor:
-    """What the FP4 GEMM computes, from both operands dequantised in float32."""
-    out_dtype = scales["out_dtype"]
-    a, b = (
-        comfy_kitchen.dequantize_nvfp4(
-            codes, scales[f"tensor_scale_{side}"], scales[f"block_scale_{side}"], torch.float32
-        )
-        for side, codes in (("a", codes_a), ("b", codes_b))
-    )
-    return (a @ b.T).to(out_dtype)
-
-
-EMULATED = Fp4Kernels(comfy_kitchen.quantize_nvfp4, emulated_matmul)
 
 
 @dataclass
@@ -74,15 +52,15 @@ class CountedAlone(Alone):
 
 @pytest.mark.parametrize("capability", [None, (8, 0), (8, 9), (9, 0)])
 def test_older_devices_multiply_dense(capability: tuple[int, int] | None) -> None:
-    assert choose_linear(capability, torch.bfloat16, Alone()) is dense_linear
+    assert choose_linear(capability, Alone()) is dense_linear
 
 
 @pytest.mark.parametrize("capability", [(10, 0), (10, 3), (12, 0)])
 def test_newer_devices_multiply_in_fp4(capability: tuple[int, int]) -> None:
-    linear = choose_linear(capability, torch.bfloat16, Alone())
+    linear = choose_linear(capability, Alone(), torch.bfloat16)
     assert isinstance(linear, Fp4Linear)
     assert linear.kernels == kitchen_kernels()
-    assert choose_linear(capability, torch.float32, Alone()) is dense_linear
+    assert choose_linear(capability, Alone(), torch.float32) is dense_linear
 
 
 def test_only_nvfp4_layers_that_allow_it_use_the_kernels() -> None:

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from fp4 import EMULATED
 from lockstep import HandExchange, Lockstep, Part, make_parts
 from tiny_model import FFN, HEAD_DIM, HEADS, HIDDEN, TEXT_DIM, error, random_state, write
 from torch import Tensor
@@ -11,11 +12,12 @@ from torch import Tensor
 from h3dist.attention.sdpa import sdpa
 from h3dist.checkpoint.comfy import DenoiserFile, open_denoiser
 from h3dist.checkpoint.shard import rank_file_bytes
+from h3dist.checkpoint.tiny import write_tiny
 from h3dist.geometry import Geometry
 from h3dist.model.block import View, attend, swiglu
 from h3dist.model.denoiser import Denoiser
 from h3dist.model.exchange import Alone
-from h3dist.model.linear import dense_linear
+from h3dist.model.linear import Fp4Kernels, Fp4Linear, dense_linear
 from h3dist.model.modulation import tables
 from h3dist.model.refiner import refine_text
 from h3dist.model.rotary import rotation
@@ -65,19 +67,23 @@ def test_partial_attention_and_mlp_of_all_shares_sum_to_the_whole(dfile: Denoise
         assert error(pieces[0], total) > 0.1  # a share alone is not the whole
 
 
-def run_layout(dfile: DenoiserFile, packing: Packing, sp: int, tp: int) -> list[tuple[Tensor, Tensor, int]]:
+def run_layout(
+    dfile: DenoiserFile, packing: Packing, sp: int, tp: int, kernels: Fp4Kernels | None = None
+) -> list[tuple[Tensor, Tensor, int]]:
     """Velocities and number of amax agreements of every rank of a layout, for one random step."""
     torch.manual_seed(5)
+    dims = dfile.dims
     video, audio = random_latents(packing.geometry)
-    text = refine_text(dfile, torch.randn(packing.text_rows, TEXT_DIM), CPU)
+    text = refine_text(dfile, torch.randn(packing.text_rows, dims.text_dim), CPU)
     modulation = tables(dfile, *TIMES, device=CPU, dtype=torch.float32)
 
     def rank_main(rank: int, part: Part, exchange: HandExchange) -> tuple[Tensor, Tensor, int]:
         weights = load_denoiser(dfile, part, device=CPU, dtype=torch.float32)
-        denoiser = Denoiser(weights, packing, part, modulation, exchange, sdpa, text)
+        linear = dense_linear if kernels is None else Fp4Linear(exchange, kernels)
+        denoiser = Denoiser(weights, packing, part, modulation, exchange, sdpa, text, linear)
         return *denoiser(video, audio, 0), exchange.amax_calls
 
-    return Lockstep(make_parts(packing.rows, HEADS, FFN, sp, tp)).run(rank_main)
+    return Lockstep(make_parts(packing.rows, dims.heads, dims.ffn, sp, tp)).run(rank_main)
 
 
 def random_latents(geometry: Geometry) -> tuple[Tensor, Tensor]:
@@ -109,6 +115,26 @@ def test_the_layouts_include_short_and_empty_ranks() -> None:
     rows = [b - a for a, b in (part.rows for part in make_parts(23, HEADS, FFN, 7, 1))]
     assert pack_t2va(FEW_ROWS, [1] * 5).rows == 23
     assert rows == [4, 4, 4, 4, 4, 3, 0]
+
+
+@pytest.fixture(scope="module")
+def nvfp4_dfile(tmp_path_factory: pytest.TempPathFactory) -> DenoiserFile:
+    return open_denoiser(write_tiny(tmp_path_factory.mktemp("nvfp4"), "curve")["denoiser"])
+
+
+@pytest.mark.parametrize("geometry", [GEOMETRY, FEW_ROWS], ids=["ragged", "few"])
+@pytest.mark.parametrize(("sp", "tp"), [(7, 1), (1, 6), (2, 3)])
+def test_quantised_activations_are_the_same_under_every_layout(
+    nvfp4_dfile: DenoiserFile, geometry: Geometry, sp: int, tp: int
+) -> None:
+    packing = pack_t2va(geometry, [1] * 5)
+    ((video, audio, _),) = run_layout(nvfp4_dfile, packing, 1, 1, EMULATED)
+    ((dense_video, _, _),) = run_layout(nvfp4_dfile, packing, 1, 1)
+    assert error(dense_video, video) > 0.01  # the activations are quantised indeed
+    for got_video, got_audio, amax_calls in run_layout(nvfp4_dfile, packing, sp, tp, EMULATED):
+        assert error(got_video, video) <= TOLERANCE
+        assert error(got_audio, audio) <= TOLERANCE
+        assert amax_calls == 4 * nvfp4_dfile.dims.layers
 
 
 def test_a_rank_embeds_its_own_rows_alone(dfile: DenoiserFile, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,9 +7,8 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import torch
-from diffusers import MiniMaxH3Transformer3DModel
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 # Sizes that bite: heads that 2, 4 and 6 do not divide, hidden other than heads * head size.
 HIDDEN, HEADS, HEAD_DIM, FFN, LAYERS, REFINER_LAYERS = 80, 7, 16, 192, 3, 2
@@ -92,7 +91,7 @@ class OracleStep:
 
 
 def oracle_step(
-    model: MiniMaxH3Transformer3DModel,
+    model: nn.Module,
     packed: SimpleNamespace,
     states_Lt: Tensor,
     video_rows: Tensor,

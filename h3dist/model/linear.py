@@ -104,11 +104,13 @@ def fp4_matmul(x_MK: Tensor, scale: Tensor, weight: Nvfp4Weight, kernels: Fp4Ker
     return y[: x_MK.shape[0], : weight.shape[0]]
 
 
-def choose_linear(capability: tuple[int, int] | None, dtype: torch.dtype, exchange: Exchange) -> Linear:
+def choose_linear(
+    capability: tuple[int, int] | None, exchange: Exchange, dtype: torch.dtype = torch.bfloat16
+) -> Linear:
     """The linear of a run: FP4 where all devices have it and the compute dtype is bfloat16, else dense.
 
     capability: the lowest compute capability of the ranks, None on a CPU. It must be the same on every rank,
-    because the FP4 path talks.
+    because the FP4 path talks. dtype: the compute dtype; comfy-kitchen's FP4 GEMM has no float32 output.
     """
     if capability is None or capability < FP4_CAPABILITY or dtype != torch.bfloat16:
         return dense_linear
