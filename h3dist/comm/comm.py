@@ -24,7 +24,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from h3dist.comm.board import Board
 from h3dist.comm.exchange import RankExchange
-from h3dist.comm.wire import BACKSTOP, GlooWire, Group, NcclWire, Wire
+from h3dist.comm.wire import BACKSTOP, GlooWire, Group, NcclWire, Wire, in_short
 from h3dist.errors import ConfigError, RankError, nearest
 from h3dist.plan import LABELS, Layout, Plan
 from h3dist.topology import Ranks
@@ -67,9 +67,15 @@ class Comm:
         comm = cls(ranks.rank, layout, device)
         backend = _backend(backend, device)
         if ranks.world > 1:
-            store = dist.PrefixStore("h3dist", store or _meet(ranks, timeout))
-            _roll_call(store, ranks, timeout)
-            comm._join(store, backend, timeout, stage_timeout)
+            try:
+                store = dist.PrefixStore("h3dist", store or _meet(ranks, timeout))
+                _roll_call(store, ranks, timeout)
+                comm._join(store, backend, timeout, stage_timeout)
+            except RuntimeError as error:  # what a backend raises where a rank dies while they connect
+                comm.close(failed=True)
+                raise RankError(
+                    f"start: rank {ranks.rank} cannot reach the others: {in_short(error)}"
+                ) from None
         return comm
 
     def _join(self, store: dist.Store, backend: str, timeout: float, stage_timeout: float) -> None:
@@ -238,12 +244,7 @@ def _late(limit: float) -> timedelta:
 
 def _meet(ranks: Ranks, timeout: float) -> dist.Store:
     """The store that torchrun's variables name."""
-    try:
-        store, _, _ = next(rendezvous("env://", ranks.rank, ranks.world, timeout=timedelta(seconds=timeout)))
-    except (dist.DistError, TimeoutError) as error:
-        raise RankError(
-            f"start: rank {ranks.rank} did not reach the rendezvous within {timeout:g} s: {error}"
-        ) from None
+    store, _, _ = next(rendezvous("env://", ranks.rank, ranks.world, timeout=timedelta(seconds=timeout)))
     return store
 
 

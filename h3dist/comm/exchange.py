@@ -4,6 +4,8 @@ Shape letters: S all rows; s own rows, g rows of the tp group; H heads of the tp
 here; D head size; C hidden; O outputs of both heads.
 """
 
+from math import prod
+
 import torch
 from torch import Tensor
 
@@ -71,9 +73,11 @@ class RankExchange:
             return o_ShD
         D = o_ShD.shape[2]
         out = [rows * self._heads * D for rows in self._peer_rows]
-        into = [self._group * (stop - start) * D for start, stop in self._peer_heads]
+        shapes = [(self._group, stop - start, D) for start, stop in self._peer_heads]
+        into = [prod(shape) for shape in shapes]
         came = self._sp.all_to_all("heads.from", o_ShD.contiguous(), out, into)
-        return torch.cat([part.view(self._group, -1, D) for part in came.split(into)], dim=1)
+        parts = [part.view(shape) for part, shape in zip(came.split(into), shapes, strict=True)]
+        return torch.cat(parts, dim=1)
 
     def amax(self, x: Tensor) -> Tensor:
         """Scalar f32: the largest magnitude of `x`, of any shape or empty, over all ranks; NaN if any is."""

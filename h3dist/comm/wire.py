@@ -154,7 +154,7 @@ class GlooWire(Wire):
             try:  # it ended, well or not, while we were told that it had not
                 return work.wait()
             except RuntimeError as error:
-                raise self._lost(label, _in_short(error)) from None
+                raise self._lost(label, in_short(error)) from None
 
         self._wait(label, done)
 
@@ -200,7 +200,7 @@ class NcclWire(Wire):
         try:
             collective(*arguments, group=self.group.handle)
         except (dist.DistBackendError, dist.DistNetworkError) as error:
-            raise self._lost(label, _in_short(error)) from None
+            raise self._lost(label, in_short(error)) from None
 
 
 def _to_bytes(x: Tensor) -> Tensor:
@@ -213,7 +213,7 @@ def _from_bytes(data: Tensor, like: Tensor) -> Tensor:
     return data.to(like.device).view(like.dtype)
 
 
-def _in_short(error: BaseException) -> str:
+def in_short(error: BaseException) -> str:
     """What a backend says of a broken connection, without its source line, its advice and the stack below."""
     lines = re.sub(r"^\[[^]]*\] *", "", str(error).strip()).splitlines() or [type(error).__name__]
     return lines[0].split(". ")[0]

@@ -10,6 +10,7 @@ from h3dist.plan.plan import Plan, split
 from h3dist.plan.traffic import ELEMENT_BYTES, Work
 
 GIB = 1 << 30
+MACHINE = 8  # GPUs of the largest machine that advice names
 
 
 def fits(plan: Plan, free: Sequence[int]) -> bool:
@@ -26,34 +27,35 @@ def check_memory(plan: Plan, free: Sequence[int]) -> None:
         return
     rank = max(range(len(free)), key=lambda r: plan.peaks[r] - free[r])
     stage, need = max(plan.memory[rank].items(), key=lambda item: item[1])
+    advice = _nearest_fit(plan, min(free)) if stage == "denoise" else "no layout changes that"
     raise PlanError(
         f"rank {rank} needs about {need / GIB:.1f} GiB to {stage} and {free[rank] / GIB:.1f} GiB are free "
-        f"({plan.layout}, {plan.rows} rows); {_nearest_fit(plan, min(free))}"
+        f"({plan.layout}, {plan.rows} rows); {advice}"
     )
 
 
 def _nearest_fit(plan: Plan, free: int) -> str:
-    """What to ask for instead: the same ranks cut otherwise, else the fewest ranks that do, each with
-    `free` bytes.
-    """
+    """What to ask for instead: the same ranks cut otherwise, else the fewest more; each has `free` bytes."""
     world = plan.layout.world
-    for ranks in range(world, plan.dims.heads + 1):
+    for ranks in range(world, max(world, MACHINE) + 1):
         for tp in (t for t in range(1, ranks + 1) if ranks % t == 0):
             layout = Layout(sp=ranks // tp, tp=tp)
             peak = _peak(plan, layout)
             if peak is not None and peak <= free:
                 more = f"--gpus {ranks} " if ranks != world else ""
                 return f"the nearest that fits is {more}{layout.overrides()}, {peak / GIB:.1f} GiB"
-    return "no layout of this model's heads fits: ask for fewer frames or a smaller canvas"
+    return f"no layout of up to {max(world, MACHINE)} ranks fits: ask for fewer frames or a smaller canvas"
 
 
 def _peak(plan: Plan, layout: Layout) -> int | None:
     """The largest need of any rank under another layout; None where the layout is not legal."""
     element = ELEMENT_BYTES[plan.dtype]
     work = Work(plan.dims, layout, plan.rows, plan.text_rows, plan.steps, element, plan.amax)
+    if layout.world > plan.dims.heads:
+        return None
     try:
         shares = split(work)
-    except PlanError:
+    except PlanError:  # more tp ranks than FFN units
         return None
     peaks = []
     for share in shares:

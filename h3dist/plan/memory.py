@@ -49,22 +49,19 @@ def weight_bytes(work: Work, stored: Stored, tp_heads: int, ffn: int) -> int:
 def activation_bytes(work: Work, share: "Share") -> int:
     """The wider of a block's two halves, attention and MLP, at its widest point.
 
-    Both hold the residual and its float32 working copy, the rows of the tp group, one dense weight with its
-    float32 form, and the partial sum. Attention adds q, k and v before and after the exchange and both
-    sides of its result; the MLP adds fc1's two halves and their product.
+    Both hold the residual, its modulated rows, those of the tp group, the partial sum, and one weight made
+    dense. Attention is widest where q, k and v leave for the exchange (as they came from the linear and as
+    normed and rotated; over sp their packed copy and what arrives). The MLP holds fc1's two halves and the
+    activation of one.
     """
     dims, e = work.dims, work.element
     own, group = _length(share.rows), _length(share.group_rows)
     shapes = linear_shapes(dims, _length(share.tp_heads), _length(share.ffn))
-    dense = {name: prod(shape) * (e + (F32 if e < F32 else 0)) for name, shape in shapes.items()}
-    base = own * dims.hidden * (e + F32) + 2 * group * dims.hidden * e
-    before = (
-        group * _length(share.tp_heads) * dims.head_dim * e
-    )  # one of q, k, v or the result, sequence-split
-    after = (
-        work.rows * _length(share.heads) * dims.head_dim * e if work.layout.sp > 1 else 0
-    )  # and head-split
-    attention = 4 * (before + after) + max(dense["attn.qkv_proj"], dense["attn.out_proj"])
+    dense = {name: prod(shape) * e for name, shape in shapes.items()}
+    base = (2 * own + 2 * group) * dims.hidden * e
+    before = group * _length(share.tp_heads) * dims.head_dim * e  # one of q, k, v, split by rows
+    after = work.rows * _length(share.heads) * dims.head_dim * e if work.layout.sp > 1 else 0  # or by heads
+    attention = 7 * before + 3 * after + max(dense["attn.qkv_proj"], dense["attn.out_proj"])
     mlp = 3 * group * _length(share.ffn) * e + max(dense["mlp.fc1"], dense["mlp.fc2"])
     return base + max(attention, mlp)
 
@@ -79,7 +76,7 @@ def estimate(work: Work, stored: Stored, share: "Share", geometry: Geometry) -> 
     states = work.text_rows * work.dims.text_dim * F32
     picture = geometry.width * geometry.height * 3 * CHUNK_FRAMES * F32
     vaes = stored.video_vae + stored.audio_vae
-    first = share.rank == 0
+    first = share.rank % work.layout.ranks == 0
     return {
         "encode": stored.reserve + first * (stored.text_encoder + states),
         "refine": stored.reserve + first * (F32 * refiner_weights(work.dims) + states),

@@ -153,7 +153,7 @@ def _fill(share: Share, work: Work, stored: Stored, dfile: "DenoiserFile | None"
     group, tp_heads, heads, ffn = (
         b - a for a, b in (share.group_rows, share.tp_heads, share.heads, share.ffn)
     )
-    first = share.rank == 0
+    first = share.rank % work.layout.ranks == 0
     return replace(
         share,
         file_bytes=file_bytes(work.dims, dfile, share.tp_heads, share.ffn, refiner=first),

@@ -4,7 +4,7 @@ With S rows, n = sp * tp ranks, H heads of size D, e bytes an element, and for r
 group, Ht heads in its tp share, h heads it attends to, w rows in an even piece of its tp group's wire (the
 padding at the tail is sent too, hence counted):
 
-    text          L * hidden * e * (world - 1)        once, rank 0 alone
+    text          L * hidden * e * (n - 1)            once, the first rank alone
     rows.gather   2 * w * hidden * e * (tp - 1)       a block, before attention and before the MLP
     rows.reduce   2 * w * hidden * e * (tp - 1)       a block, after both
     heads.to      3 * g * (Ht - h) * D * e            a block: q, k and v for the other ranks' heads
@@ -51,7 +51,7 @@ class Work:
 def sent(work: Work, *, first: bool, group_rows: int, tp_heads: int, heads: int) -> dict[str, int]:
     """Bytes that one rank sends in a whole run, by label, by the formulas above.
 
-    `first` is rank 0, `group_rows` g, `tp_heads` Ht and `heads` h of the formulas.
+    `first` is the rank that encodes, `group_rows` g, `tp_heads` Ht and `heads` h of the formulas.
     """
     dims, layout = work.dims, work.layout
     blocks = dims.layers * work.steps
@@ -59,7 +59,7 @@ def sent(work: Work, *, first: bool, group_rows: int, tp_heads: int, heads: int)
     outputs = 4 * dims.video_channels + dims.audio_channels
     one_head = dims.head_dim * work.element
     return {
-        "text": work.text_rows * dims.hidden * work.element * (layout.world - 1) if first else 0,
+        "text": work.text_rows * dims.hidden * work.element * (layout.ranks - 1) if first else 0,
         "rows.gather": blocks * wire,
         "rows.reduce": blocks * wire,
         "heads.to": blocks * 3 * group_rows * (tp_heads - heads) * one_head,
