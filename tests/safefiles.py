@@ -25,13 +25,14 @@ def parse(path: Path) -> tuple[Tensors, dict[str, str]]:
 
 def write(path: Path, tensors: Tensors, metadata: dict[str, str] | None = None, pad: int = 0) -> Path:
     """Writes a file; `pad` blanks end the header."""
-    header, body = {}, b""
+    header, position = {}, 0
     if metadata:
         header["__metadata__"] = metadata
     for name, (dtype, shape, data) in tensors.items():
         assert len(data) == prod(shape) * SIZES[dtype], name
-        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [len(body), len(body) + len(data)]}
-        body += data
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [position, position + len(data)]}
+        position += len(data)
+    body = b"".join(data for _, _, data in tensors.values())
     return raw(path, json.dumps(header).encode() + b" " * pad, body)
 
 
