@@ -1,4 +1,4 @@
-"""A rank's slices: together the whole, each for the bytes that the header foretells, in both orders of rows."""
+"""A rank's slices: together the whole, each for the bytes that the header foretells, in both row orders."""
 
 from itertools import pairwise
 from math import prod
