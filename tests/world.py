@@ -40,18 +40,31 @@ class Seat:
     store: Any  # torch.distributed.Store, of this case alone
     stack: ExitStack = field(default_factory=ExitStack)
 
-    def connect(self, layout: Any, *, timeout: float = 20, stage_timeout: float = 20, **options: Any) -> Any:
-        """This rank's Comm over gloo on the CPU, for a layout of as many ranks as the case has."""
+    def connect(
+        self,
+        layout: Any,
+        *,
+        device: str = "cpu",
+        backend: str = "gloo",
+        timeout: float = 20,
+        stage_timeout: float = 20,
+    ) -> Any:
+        """This rank's Comm, for a layout of as many ranks as the case has."""
         import torch
 
         from h3dist.comm import Comm
         from h3dist.topology import Ranks
 
-        ranks = Ranks(self.rank, self.rank, self.world, self.world)
-        options = {"backend": "gloo", "timeout": timeout, "stage_timeout": stage_timeout} | options
-        return self.stack.enter_context(
-            Comm.connect(ranks, layout, torch.device("cpu"), store=self.store, **options)
+        comm = Comm.connect(
+            Ranks(self.rank, self.rank, self.world, self.world),
+            layout,
+            torch.device(device),
+            backend=backend,
+            timeout=timeout,
+            stage_timeout=stage_timeout,
+            store=self.store,
         )
+        return self.stack.enter_context(comm)
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ are merely slow.
 
 import json
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from threading import Event, Thread
 from typing import Any
@@ -22,6 +22,7 @@ from h3dist.errors import H3Error, RankError
 
 POLL = 0.2  # seconds between looks at the store
 PATIENCE = 2.0  # seconds that a living rank may take to answer a roll call
+CLOSING = 5.0  # seconds that the thread may take to end
 FAREWELL = 1.0  # seconds that a failing rank stays for the others to read why: it may be the store's host
 ROLL, FAULT, SEEN = "roll", "fault", "seen"
 
@@ -49,13 +50,29 @@ class Fault:
         return error
 
 
+@dataclass(frozen=True)
+class Due:
+    """When a collective that a device carries out has to be done, and what to say if it is not."""
+
+    time: float  # of time.monotonic()
+    group: str
+    ranks: Sequence[int]
+    label: str
+    cause: str
+
+
 class Board:
     """One rank's view of the board. Where a run has one rank there is no board."""
 
-    def __init__(self, store: dist.Store, rank: int, world: int) -> None:
-        self._store, self._rank, self._world = store, rank, world
+    def __init__(
+        self, store: dist.Store, rank: int, world: int, unblock: Callable[[], None] = lambda: None
+    ) -> None:
+        """`unblock`, called by the thread once the run has failed, frees a host that waits for its device."""
+        self._store, self._rank, self._world, self._unblock = store, rank, world, unblock
         self._stage, self._label = "start", "nothing"
         self._begun: dict[str, int] = {}  # collectives, by group
+        self._due: Due | None = None
+        self._answered = False
         self._fault: Fault | None = None
         self._raised: BaseException | None = None  # the failure as this rank raises it
         self._stop = Event()
@@ -77,6 +94,12 @@ class Board:
         self._label = label
         self._begun[group] = self._begun.get(group, 0) + 1
 
+    def expect(self, due: "Due | None") -> None:
+        """Has the thread call the roll when `due` is past: for a host that a device may block. None: not
+        any more.
+        """
+        self._due = due
+
     def check(self) -> None:
         """Raises the run's failure, if this rank has heard of one."""
         if self._fault is not None:
@@ -93,21 +116,18 @@ class Board:
             )
         return self._raisable(self._fault, error)
 
-    def lost(self, group: str, ranks: Iterable[int], label: str, cause: str) -> BaseException:
+    def lost(self, group: str, ranks: Sequence[int], label: str, cause: str) -> BaseException:
         """The failure of a collective that `ranks` did not finish: calls the roll, names who is missing."""
-        others = [rank for rank in ranks if rank != self._rank]
-        answers = self._call_roll(others, PATIENCE)
-        silent = [rank for rank in others if rank not in answers]
-        behind = {
-            r: a["at"] for r, a in answers.items() if a["begun"].get(group, 0) < self._begun.get(group, 0)
-        }
-        cause = f"{self._stage}, {label}: {cause}; {_blame(silent, behind)}"
-        return self.fail(RankError(cause))
+        answers = self._call_roll(ranks, PATIENCE)
+        silent = [rank for rank in ranks if rank not in answers]
+        begun = {rank: answer["begun"].get(group, 0) for rank, answer in answers.items()}
+        behind = {r: answers[r]["at"] for r in begun if begun[r] < max(begun.values())}
+        return self.fail(RankError(f"{self._stage}, {label}: {cause}; {_blame(silent, behind)}"))
 
     def close(self) -> None:
         """Ends the thread."""
         self._stop.set()
-        self._thread.join()
+        self._thread.join(CLOSING)
 
     def _raisable(self, fault: Fault, own: BaseException | None) -> BaseException:
         """The failure as this rank raises it, each time the same object; `own` if it is this rank's own
@@ -123,14 +143,15 @@ class Board:
             first = Fault(**json.loads(self._store.compare_set(FAULT, "", json.dumps(asdict(mine)))))
         except dist.DistError:  # the store is gone: nobody is left to tell
             return mine
-        self._call_roll([r for r in range(self._world) if r != self._rank], FAREWELL)
+        self._call_roll(range(self._world), FAREWELL)
         return first
 
-    def _call_roll(self, ranks: list[int], patience: float) -> dict[int, dict[str, Any]]:
-        """What each rank's thread answers, as far as it does in time; nothing where the store is gone."""
+    def _call_roll(self, ranks: Sequence[int], patience: float) -> dict[int, dict[str, Any]]:
+        """What each rank answers, as far as it does in time; nothing where the store is gone."""
         deadline = time.monotonic() + patience
         try:
             self._store.set(ROLL, "1")
+            self._answer(self._store)
             while True:
                 present = [rank for rank in ranks if self._store.check([f"{SEEN}/{rank}"])]
                 if len(present) == len(ranks) or time.monotonic() > deadline:
@@ -139,21 +160,33 @@ class Board:
         except dist.DistError:
             return {}
 
+    def _answer(self, store: dist.Store) -> None:
+        """Answers a roll call, once: where this rank is, and how many collectives of each group it has
+        begun.
+        """
+        if not self._answered:
+            place = {"at": f"{self._stage}, after {self._label}", "begun": dict(self._begun)}
+            store.set(f"{SEEN}/{self._rank}", json.dumps(place))
+            self._answered = True
+
     def _watch(self, store: dist.Store) -> None:
-        """The thread: answers a roll call once, then waits for the failure that follows it."""
-        answered = False
+        """The thread: answers a roll call, waits for the failure that follows it, keeps the time of
+        `expect`.
+        """
         try:
-            while not self._stop.wait(POLL):
-                if not answered and store.check([ROLL]):
-                    place = {"at": f"{self._stage}, after {self._label}", "begun": dict(self._begun)}
-                    store.set(f"{SEEN}/{self._rank}", json.dumps(place))
-                    answered = True
-                if answered and store.check([FAULT]):
-                    self._fault = Fault(**json.loads(store.get(FAULT)))
-                    return
+            while self._fault is None and not self._stop.wait(POLL):
+                if store.check([ROLL]):
+                    self._answer(store)
+                    if store.check([FAULT]):
+                        self._fault = Fault(**json.loads(store.get(FAULT)))
+                due = self._due
+                if due is not None and time.monotonic() > due.time:
+                    self.lost(due.group, due.ranks, due.label, due.cause)
         except dist.DistError as error:  # the process that kept the store is gone
             text = f"{self._stage}: the run's rendezvous store is gone ({str(error).splitlines()[0]})"
             self._fault = self._fault or Fault(self._rank, self._stage, "RankError", text)
+        if self._fault is not None:
+            self._unblock()
 
 
 def _blame(silent: list[int], behind: dict[int, str]) -> str:

@@ -90,7 +90,7 @@ class Comm:
         dist.init_process_group(
             "gloo", store=store, rank=self.rank, world_size=world, timeout=_late(stage_timeout)
         )
-        self._board = Board(store, self.rank, world)
+        self._board = Board(store, self.rank, world, self._abort_nccl)
         everyone = tuple(range(world))
         self._meta = GlooWire(
             Group("meta", everyone, self.rank, dist.group.WORLD, self._board, stage_timeout), Counter()
@@ -212,11 +212,20 @@ class Comm:
         gloo cannot abort, and its groups' destructor waits for collectives that ranks which are gone or
         stuck will never join: the process would stay for minutes after its last line.
         """
-        wires = {id(wire): wire for wire in (self._meta, *self._tensors.values()) if wire is not None}
-        for wire in wires.values():
+        self._abort_nccl()
+        for wire in self._wires():
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(wire.group.handle))
+
+    def _abort_nccl(self) -> None:
+        """Ends NCCL's kernels: else a device, and a host behind it, waits for ranks that never join them."""
+        for wire in self._wires():
             if isinstance(wire, NcclWire):
                 wire.group.handle.abort()
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(wire.group.handle))
+
+    def _wires(self) -> list[Wire]:
+        """Every wire, once: groups of the same ranks share one."""
+        wires = (self._meta, *self._tensors.values())
+        return list({id(wire): wire for wire in wires if wire is not None}.values())
 
     def __enter__(self) -> Self:
         return self

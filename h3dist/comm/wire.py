@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from h3dist.comm.board import Board
+from h3dist.comm.board import Board, Due
 
 # torch 2.13 renamed both; the old names still work there, with a warning.
 _all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -88,13 +88,16 @@ class Wire(ABC):
     def _lost(self, label: str, cause: str) -> BaseException:
         return self.group.board.lost(self.group.name, self.group.ranks, label, cause)
 
+    def _late(self) -> str:
+        return f"not done within {self.group.limit:g} s"
+
     def _wait(self, label: str, done: Callable[[], bool]) -> None:
         """Asks `done`, which waits a little itself, until it holds, the run fails, or the time is up."""
         deadline = time.monotonic() + self.group.limit
         while not done():
             self.group.board.check()
             if time.monotonic() > deadline:
-                raise self._lost(label, f"not done within {self.group.limit:g} s")
+                raise self._lost(label, self._late())
 
     @abstractmethod
     def _gather(self, label: str, x: Tensor) -> Tensor: ...
@@ -160,12 +163,15 @@ class GlooWire(Wire):
 
 
 class NcclWire(Wire):
-    """Over NCCL, on the device's streams: the host does not wait, except in `settle`."""
+    """Over NCCL, on the device's streams: the host does not wait, except in `settle`.
+
+    A host may also be held by a full launch queue, behind a collective that a rank does not join. So the
+    board's thread keeps the time from the last collective begun; NCCL's own limit, which ends the process,
+    is longer.
+    """
 
     def settle(self, label: str) -> None:
-        """Waits on the host: a hung kernel shows here, with our time limit, before NCCL's own ends the
-        process.
-        """
+        """Waits on the host until the device has done all that was begun."""
         event = torch.cuda.Event()
         event.record()
 
@@ -176,6 +182,12 @@ class NcclWire(Wire):
             return True
 
         self._wait(label, done)
+        self.group.board.expect(None)
+
+    def _begin(self, label: str, count: int) -> None:
+        super()._begin(label, count)
+        limit = time.monotonic() + self.group.limit
+        self.group.board.expect(Due(limit, self.group.name, self.group.ranks, label, self._late()))
 
     def _gather(self, label: str, x: Tensor) -> Tensor:
         all_of_it = x.new_empty(self.group.size * x.shape[0], *x.shape[1:])
