@@ -16,10 +16,11 @@ LAYERS = [
     {"comm", "attention"},
     {"model", "sampling", "text", "vae", "media", "saved", "compare"},
     {"preflight", "job", "site", "progress", "sidecar"},
-    {"deliver", "tiny"},
+    {"deliver", "tiny", "bench"},
     {"pipeline"},
-    {"workers", "generate", "matrix", "serve", "service", "cloud", "report"},
-    {"processes", "launcher"},
+    {"workers", "processes"},
+    {"generate", "matrix", "serve", "service", "cloud", "report", "doctor"},
+    {"launcher"},
     {"cli"},
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
