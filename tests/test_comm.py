@@ -295,9 +295,7 @@ def stage_sleeps(seat) -> None:
 def test_a_stage_that_takes_too_long_is_named_with_its_rank(world):
     for outcome in world.outcomes(stage_sleeps, ranks=3):
         assert type(outcome.error) is RankError
-        assert "the end of decode: not done within 0.5 s; rank 0 is missing (it is at decode" in str(
-            outcome.error
-        )
+        assert "the end of decode: not done within 0.5 s; rank 0 is missing (it is at decode" in str(outcome.error)
 
 
 def dies(seat, host_dies: bool) -> None:
@@ -370,9 +368,7 @@ def test_ranks_that_do_not_come_are_named(world):
         assert str(outcome.error) == "start: rank 2, 3 of 4 did not come within 0.5 s"
 
 
-@pytest.mark.parametrize(
-    ("backend", "words"), [("ncll", "did you mean 'nccl'"), ("nccl", "use gloo or auto")]
-)
+@pytest.mark.parametrize(("backend", "words"), [("ncll", "did you mean 'nccl'"), ("nccl", "use gloo or auto")])
 def test_a_backend_that_cannot_be_is_refused(backend, words):
     with pytest.raises(ConfigError, match=words):
         Comm.connect(Ranks(), Layout(), torch.device("cpu"), backend=backend)

@@ -136,9 +136,7 @@ def test_illegal_layouts_name_what_is_legal(mode, world, sp, tp, dp, words):
 def test_auto_takes_ulysses_where_it_fits_and_else_the_smallest_tp_that_does():
     def layout(gib: float) -> Layout:
         free = [int(gib * GIB)] * 4
-        return make_layout(
-            "auto", 4, None, None, released_dims(), fits=lambda shape: fits(plan_of(shape), free)
-        )
+        return make_layout("auto", 4, None, None, released_dims(), fits=lambda shape: fits(plan_of(shape), free))
 
     assert [layout(gib).tp for gib in (40, 10, 7)] == [1, 2, 4]
 
@@ -284,16 +282,12 @@ def denoiser(request, tmp_path_factory):
 
 @pytest.mark.parametrize("layout", [Layout(), Layout(sp=3), Layout(tp=6), Layout(sp=2, tp=3)], ids=str)
 def test_an_opened_file_says_what_each_rank_reads(denoiser, layout):
-    """Ulysses ranks read all of it but the text's layers; tensor ranks their slices, whole scale tiles
-    each.
-    """
+    """Ulysses ranks read all of it but the text's layers; tensor ranks their slices, whole scale tiles each."""
     plan = plan_of(layout, resolved=SMALL, dims=denoiser.dims, dfile=denoiser)
     whole = sum(info.nbytes for info in denoiser.tensors.values())
     asked = [share.file_bytes for share in plan.shares]
     for share in plan.shares:
-        assert share.file_bytes == rank_file_bytes(
-            denoiser, share.tp_heads, share.ffn, refiner=share.rank == 0
-        )
+        assert share.file_bytes == rank_file_bytes(denoiser, share.tp_heads, share.ffn, refiner=share.rank == 0)
     assert max(asked) == asked[0] <= whole
     if layout.tp == 1:
         assert len(set(asked[1:])) <= 1 and asked[0] > 0.98 * whole

@@ -31,9 +31,7 @@ def fails_on_one(seat) -> None:
 
 
 def test_an_error_names_its_rank(world):
-    with pytest.raises(
-        AssertionError, match=r"1 of 3 ranks failed\nrank 1:\n(.|\n)*a key that is not there"
-    ) as caught:
+    with pytest.raises(AssertionError, match=r"1 of 3 ranks failed\nrank 1:\n(.|\n)*a key that is not there") as caught:
         world.run(fails_on_one)
     assert type(caught.value.__cause__) is KeyError
 

@@ -91,9 +91,7 @@ class World:
         self._cases = itertools.count()
         self._seats: list[Worker | None] = [None] * size
 
-    def run(
-        self, function: Callable[..., Any], *args: Any, ranks: int | None = None, limit: float = 60
-    ) -> list[Any]:
+    def run(self, function: Callable[..., Any], *args: Any, ranks: int | None = None, limit: float = 60) -> list[Any]:
         """`function(seat, *args)` on each of `ranks` ranks (all of them by default): its values in rank
         order.
 
@@ -107,9 +105,7 @@ class World:
         failed = [outcome for outcome in outcomes if outcome.error is not None]
         if failed:
             told = "\n".join(f"rank {outcome.rank}:\n{outcome.trace}" for outcome in failed)
-            raise AssertionError(f"{len(failed)} of {len(outcomes)} ranks failed\n{told}") from failed[
-                0
-            ].error
+            raise AssertionError(f"{len(failed)} of {len(outcomes)} ranks failed\n{told}") from failed[0].error
         return [outcome.value for outcome in outcomes]
 
     def outcomes(

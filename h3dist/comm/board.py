@@ -37,9 +37,7 @@ class Fault:
     text: str
 
     def error(self) -> H3Error:
-        """The failure as other ranks raise it: the same class, and so the same exit code, with rank and
-        stage.
-        """
+        """The failure as other ranks raise it: the same class, and so the same exit code, with rank and stage."""
         known = getattr(errors, self.kind, None)
         if not (isinstance(known, type) and issubclass(known, H3Error)):
             known, text = H3Error, f"rank {self.rank}, {self.stage}: {self.kind}: {self.text}"
@@ -64,9 +62,7 @@ class Due:
 class Board:
     """One rank's view of the board. Where a run has one rank there is no board."""
 
-    def __init__(
-        self, store: dist.Store, rank: int, world: int, unblock: Callable[[], None] = lambda: None
-    ) -> None:
+    def __init__(self, store: dist.Store, rank: int, world: int, unblock: Callable[[], None] = lambda: None) -> None:
         """`unblock`, called by the thread once the run has failed, frees a host that waits for its device."""
         self._store, self._rank, self._world, self._unblock = store, rank, world, unblock
         self._stage, self._label = "start", "nothing"
@@ -95,9 +91,7 @@ class Board:
         self._begun[group] = self._begun.get(group, 0) + 1
 
     def expect(self, due: "Due | None") -> None:
-        """Has the thread call the roll when `due` is past: for a host that a device may block. None: not
-        any more.
-        """
+        """Has the thread call the roll when `due` is past: for a host that a device may block. None: not any more."""
         self._due = due
 
     def check(self) -> None:
@@ -111,9 +105,7 @@ class Board:
         `stage` is where it happened, by default the stage that this rank is in.
         """
         if self._fault is None:
-            self._fault = self._post(
-                Fault(self._rank, stage or self._stage, type(error).__name__, str(error))
-            )
+            self._fault = self._post(Fault(self._rank, stage or self._stage, type(error).__name__, str(error)))
         return self._raisable(self._fault, error)
 
     def lost(self, group: str, ranks: Sequence[int], label: str, cause: str) -> BaseException:
@@ -130,9 +122,7 @@ class Board:
         self._thread.join(CLOSING)
 
     def _raisable(self, fault: Fault, own: BaseException | None) -> BaseException:
-        """The failure as this rank raises it, each time the same object; `own` if it is this rank's own
-        error.
-        """
+        """The failure as this rank raises it, each time the same object; `own` if it is this rank's own error."""
         if self._raised is None:
             self._raised = own if own is not None and fault.rank == self._rank else fault.error()
         return self._raised
@@ -161,18 +151,14 @@ class Board:
             return {}
 
     def _answer(self, store: dist.Store) -> None:
-        """Answers a roll call, once: where this rank is, and how many collectives of each group it has
-        begun.
-        """
+        """Answers a roll call, once: where this rank is, and how many collectives of each group it has begun."""
         if not self._answered:
             place = {"at": f"{self._stage}, after {self._label}", "begun": dict(self._begun)}
             store.set(f"{SEEN}/{self._rank}", json.dumps(place))
             self._answered = True
 
     def _watch(self, store: dist.Store) -> None:
-        """The thread: answers a roll call, waits for the failure that follows it, keeps the time of
-        `expect`.
-        """
+        """The thread: answers a roll call, waits for the failure that follows it, keeps the time of `expect`."""
         try:
             while self._fault is None and not self._stop.wait(POLL):
                 if store.check([ROLL]):

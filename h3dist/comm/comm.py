@@ -73,9 +73,7 @@ class Comm:
                 comm._join(store, backend, timeout, stage_timeout)
             except RuntimeError as error:  # what a backend raises where a rank dies while they connect
                 comm.close(failed=True)
-                raise RankError(
-                    f"start: rank {ranks.rank} cannot reach the others: {in_short(error)}"
-                ) from None
+                raise RankError(f"start: rank {ranks.rank} cannot reach the others: {in_short(error)}") from None
         return comm
 
     def _join(self, store: dist.Store, backend: str, timeout: float, stage_timeout: float) -> None:
@@ -87,9 +85,7 @@ class Comm:
         world = self.layout.world
         if backend == "nccl":
             torch.cuda.set_device(self.device)
-        dist.init_process_group(
-            "gloo", store=store, rank=self.rank, world_size=world, timeout=_late(stage_timeout)
-        )
+        dist.init_process_group("gloo", store=store, rank=self.rank, world_size=world, timeout=_late(stage_timeout))
         self._board = Board(store, self.rank, world, self._abort_nccl)
         everyone = tuple(range(world))
         self._meta = GlooWire(
@@ -109,9 +105,7 @@ class Comm:
 
     def _wire(self, name: str, ranks: tuple[int, ...], backend: str, timeout: float) -> Wire | None:
         """A tensor wire between `ranks`; None, once the group exists, for a rank that is not among them."""
-        handle = dist.new_group(
-            list(ranks), timeout=_late(timeout), backend=backend, group_desc=f"h3dist {name}"
-        )
+        handle = dist.new_group(list(ranks), timeout=_late(timeout), backend=backend, group_desc=f"h3dist {name}")
         if self.rank not in ranks:
             return None
         group = Group(name, ranks, ranks.index(self.rank), handle, self._board, timeout)
@@ -120,9 +114,7 @@ class Comm:
     def exchange(self, plan: Plan) -> RankExchange:
         """What the model asks of the other ranks while it runs `plan`."""
         assert plan.layout == self.layout, (plan.layout, self.layout)
-        return RankExchange(
-            plan, self.rank, self._tensors["tp"], self._tensors["sp"], self._tensors["request"]
-        )
+        return RankExchange(plan, self.rank, self._tensors["tp"], self._tensors["sp"], self._tensors["request"])
 
     def broadcast_text(self, text_LC: Tensor | None, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
         """text_LC of the request's first rank, on all its ranks, as `dtype` on their device.
@@ -151,9 +143,7 @@ class Comm:
         return pickle.loads(self._meta.broadcast("share", whole).numpy().tobytes())
 
     def same(self, name: str, value: Any) -> None:
-        """Refuses the run, on every rank, where `value` (of JSON types) is not the same on all. Raises
-        RankError.
-        """
+        """Refuses the run, on every rank, where `value` (of JSON types) is not the same on all. Raises RankError."""
         texts = self.collect(name, json.dumps(value, sort_keys=True))
         odd = [rank for rank, text in enumerate(texts) if text != texts[0]]
         if odd:
@@ -240,9 +230,7 @@ def _backend(name: str, device: torch.device) -> str:
     if name not in BACKENDS:
         raise ConfigError(f"runtime.backend={name!r}{nearest(name, BACKENDS)}; use {', '.join(BACKENDS)}")
     if name == "nccl" and device.type != "cuda":
-        raise ConfigError(
-            f"runtime.backend=nccl moves CUDA tensors, the device is {device}; use gloo or auto"
-        )
+        raise ConfigError(f"runtime.backend=nccl moves CUDA tensors, the device is {device}; use gloo or auto")
     return name if name != "auto" else "nccl" if device.type == "cuda" else "gloo"
 
 

@@ -21,16 +21,12 @@ class RankExchange:
     of what arrives, is cut off before anyone computes with it.
     """
 
-    def __init__(
-        self, plan: Plan, rank: int, tp: Wire | None, sp: Wire | None, everyone: Wire | None
-    ) -> None:
+    def __init__(self, plan: Plan, rank: int, tp: Wire | None, sp: Wire | None, everyone: Wire | None) -> None:
         share = plan.shares[rank]
         self._tp, self._sp, self._everyone = tp, sp, everyone
         self._rows, self._chunk = plan.rows, plan.chunk
         self._own, self._group = _length(share.rows), _length(share.group_rows)
-        self._piece = min(
-            plan.chunk, self._group
-        )  # rows of an even piece: those of the tp group's first rank
+        self._piece = min(plan.chunk, self._group)  # rows of an even piece: those of the tp group's first rank
         self._heads = _length(share.heads)
         peers = [plan.shares[r] for r in sp.group.ranks] if sp else [share]
         self._peer_rows = [_length(peer.group_rows) for peer in peers]

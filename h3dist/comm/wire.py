@@ -21,9 +21,7 @@ from h3dist.comm.board import Board, Due
 
 # torch 2.13 renamed both; the old names still work there, with a warning.
 _all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter: Callable[..., Any] = (
-    getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-)
+_reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 SLICE = timedelta(seconds=0.2)  # between looks at the board while waiting
 BACKSTOP = 30.0  # seconds that the backend's own time limit lies behind ours, which can name the missing
@@ -57,9 +55,7 @@ class Wire(ABC):
         return self._gather(label, x.contiguous())
 
     def all_to_all(self, label: str, x: Tensor, out: Sequence[int], into: Sequence[int]) -> Tensor:
-        """Flat `x` cut in pieces of `out` elements, one for each rank; gives theirs for me, of `into`
-        elements.
-        """
+        """Flat `x` cut in pieces of `out` elements, one for each rank; gives theirs for me, of `into` elements."""
         own = self.group.index
         assert x.is_contiguous() and sum(out) == x.numel() and out[own] == into[own], (out, into, x.shape)
         self._begin(label, (x.numel() - out[own]) * x.element_size())
@@ -71,9 +67,7 @@ class Wire(ABC):
         return self._reduce(label, x.contiguous())
 
     def broadcast(self, label: str, x: Tensor) -> Tensor:
-        """The first rank's `x` on all; the others give a tensor of its shape and dtype, which may be
-        overwritten.
-        """
+        """The first rank's `x` on all; the others give a tensor of its shape and dtype, which may be overwritten."""
         self._begin(label, x.nbytes * (self.group.size - 1) if self.group.index == 0 else 0)
         return self._spread(label, x.contiguous())
 
@@ -124,15 +118,11 @@ class GlooWire(Wire):
     def _exchange(self, label: str, x: Tensor, out: list[int], into: list[int]) -> Tensor:
         mine, size = _to_bytes(x), x.element_size()
         theirs = mine.new_empty(sum(into) * size)
-        self._run(
-            label, dist.all_to_all_single, theirs, mine, [n * size for n in into], [n * size for n in out]
-        )
+        self._run(label, dist.all_to_all_single, theirs, mine, [n * size for n in into], [n * size for n in out])
         return _from_bytes(theirs, x)
 
     def _reduce(self, label: str, x: Tensor) -> Tensor:
-        """An all-to-all and a float32 sum in the order of the ranks: gloo's own reduce-scatter sends twice
-        as much.
-        """
+        """An all-to-all and a float32 sum in the order of the ranks: gloo's own reduce-scatter sends twice as much."""
         even = [x.numel() // self.group.size] * self.group.size
         first, *others = self._exchange(label, x.flatten(), even, even).view(self.group.size, -1).float()
         for part in others:

@@ -65,9 +65,7 @@ class Layout:
         return tuple(tuple(range(r, r + self.tp)) for r in range(0, self.world, self.tp))
 
     def sp_groups(self) -> tuple[tuple[int, ...], ...]:
-        """Ranks that hold the same weights for different rows; all groups, in the order of their first
-        rank.
-        """
+        """Ranks that hold the same weights for different rows; all groups, in the order of their first rank."""
         starts = (base + t for base in range(0, self.world, self.ranks) for t in range(self.tp))
         return tuple(tuple(range(start, start + self.ranks, self.tp)) for start in starts)
 
@@ -143,13 +141,9 @@ def make_layout(
         if value is not None and value < 1:
             raise PlanError(f"parallel.{name}={value}: the least is 1")
     if dp not in (None, 1):
-        raise PlanError(
-            f"parallel.dp={dp}: replicas serve several requests, a run makes one; use parallel.dp=1"
-        )
+        raise PlanError(f"parallel.dp={dp}: replicas serve several requests, a run makes one; use parallel.dp=1")
     if world > dims.heads:
-        raise PlanError(
-            f"{world} ranks: the model has {dims.heads} heads, so at most {dims.heads} can share it"
-        )
+        raise PlanError(f"{world} ranks: the model has {dims.heads} heads, so at most {dims.heads} can share it")
     layout = _auto(world, sp, tp, fits) if mode == "auto" else _explicit(mode, world, sp, tp)
     ffn_unit(dims.ffn, layout.tp)
     return layout
@@ -184,9 +178,7 @@ def _hybrid(world: int, sp: int | None, tp: int | None) -> Layout:
     assert given is not None
     if sp is not None and tp is not None and sp * tp != world:
         legal = ", ".join(str(Layout(sp=world // t, tp=t)) for t in _divisors(world))
-        raise PlanError(
-            f"sp {sp} x tp {tp} is {sp * tp} ranks and {world} run; use --gpus {sp * tp}, or {legal}"
-        )
+        raise PlanError(f"sp {sp} x tp {tp} is {sp * tp} ranks and {world} run; use --gpus {sp * tp}, or {legal}")
     if world % given:
         near = min(_divisors(world), key=lambda d: (abs(d - given), d))
         raise PlanError(f"{_asked(sp, tp)} does not divide {world} ranks; the nearest that does is {near}")
@@ -194,9 +186,7 @@ def _hybrid(world: int, sp: int | None, tp: int | None) -> Layout:
 
 
 def _auto(world: int, sp: int | None, tp: int | None, fits: Callable[[Layout], bool] | None) -> Layout:
-    """Ulysses, which sends least, if it fits; else the smallest tp that does. What the user fixed stays
-    fixed.
-    """
+    """Ulysses, which sends least, if it fits; else the smallest tp that does. What the user fixed stays fixed."""
     if sp is not None or tp is not None:
         return _hybrid(world, sp, tp)
     layouts = [Layout(sp=world // t, tp=t) for t in _divisors(world)]

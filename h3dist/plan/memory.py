@@ -39,9 +39,7 @@ class Stored:
 
 
 def weight_bytes(work: Work, stored: Stored, tp_heads: int, ffn: int) -> int:
-    """What a rank keeps of the denoiser for a whole run: quantised slices, small tensors, the modulation
-    table.
-    """
+    """What a rank keeps of the denoiser for a whole run: quantised slices, small tensors, the modulation table."""
     linears = round(stored.bytes_per_weight * linear_weights(work.dims, tp_heads, ffn))
     return linears + kept_bytes(work.dims) + modulation_bytes(work.dims, work.steps)
 

@@ -104,9 +104,7 @@ def make_plan(
     PlanError and ConfigError.
     """
     if dtype not in ELEMENT_BYTES:
-        raise ConfigError(
-            f"runtime.dtype={dtype!r}{nearest(dtype, ELEMENT_BYTES)}; use {' or '.join(ELEMENT_BYTES)}"
-        )
+        raise ConfigError(f"runtime.dtype={dtype!r}{nearest(dtype, ELEMENT_BYTES)}; use {' or '.join(ELEMENT_BYTES)}")
     geometry = resolved.geometry
     rows = text_rows + geometry.audio_rows + geometry.video_rows
     work = Work(dims, layout, rows, text_rows, steps, ELEMENT_BYTES[dtype], amax)
@@ -150,9 +148,7 @@ def split(work: Work) -> tuple[Share, ...]:
 
 def _fill(share: Share, work: Work, stored: Stored, dfile: "DenoiserFile | None") -> Share:
     """The same share with its bytes: of the file, in memory, on the wire."""
-    group, tp_heads, heads, ffn = (
-        b - a for a, b in (share.group_rows, share.tp_heads, share.heads, share.ffn)
-    )
+    group, tp_heads, heads, ffn = (b - a for a, b in (share.group_rows, share.tp_heads, share.heads, share.ffn))
     first = share.rank % work.layout.ranks == 0
     return replace(
         share,

@@ -65,8 +65,5 @@ def _holds(share: "Share") -> list[str]:
 
 def _columns(titles: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
     widths = [max(len(line[i]) for line in (titles, *lines)) for i in range(len(titles))]
-    rows = (
-        "  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True))
-        for line in (titles, *lines)
-    )
+    rows = ("  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in (titles, *lines))
     return "\n".join(f"  {row}" for row in rows)

@@ -44,9 +44,7 @@ def linear_weights(dims: "DenoiserDims", heads: int, ffn: int) -> int:
 
 
 def kept_bytes(dims: "DenoiserDims") -> int:
-    """The small tensors that every rank reads and keeps: norms, patch projections, heads, rotary
-    frequencies.
-    """
+    """The small tensors that every rank reads and keeps: norms, patch projections, heads, rotary frequencies."""
     norms = BF16 * (dims.layers * 2 * (dims.hidden + dims.head_dim) + dims.hidden)
     widths = (4 * dims.video_channels, dims.audio_channels)
     patches = F32 * sum(dims.hidden * (width + 1) for width in widths)
@@ -56,15 +54,11 @@ def kept_bytes(dims: "DenoiserDims") -> int:
 
 def adaln_bytes(dims: "DenoiserDims") -> int:
     """AdaLN as stored: every rank reads all of it once, block by block, and keeps the table it gives."""
-    features = (
-        dims.layers * 18 * dims.hidden + 2 * dims.hidden
-    )  # 3 modalities x 6 chunks; last layer: 2 chunks
+    features = dims.layers * 18 * dims.hidden + 2 * dims.hidden  # 3 modalities x 6 chunks; last layer: 2 chunks
     projections = BF16 * features * (dims.time_dim + 1)
     if dims.form == "curve":
         return projections + F32 * dims.curve_grid * dims.curve_rank
-    return projections + F32 * (
-        dims.time_hidden * (dims.time_freq + 1) + dims.time_dim * (dims.time_hidden + 1)
-    )
+    return projections + F32 * (dims.time_hidden * (dims.time_freq + 1) + dims.time_dim * (dims.time_hidden + 1))
 
 
 def refiner_weights(dims: "DenoiserDims") -> int:
@@ -75,9 +69,7 @@ def refiner_weights(dims: "DenoiserDims") -> int:
 
 
 def modulation_bytes(dims: "DenoiserDims", steps: int) -> int:
-    """The AdaLN table of a whole run in float32: six chunks a block for each (modality, time) pair, and the
-    end.
-    """
+    """The AdaLN table of a whole run in float32: six chunks a block for each (modality, time) pair, and the end."""
     return F32 * steps * dims.hidden * (dims.layers * 6 * MODULATED + 2 * TIMESTEPS)
 
 
@@ -87,9 +79,7 @@ def stored_bytes(dims: "DenoiserDims", heads: int, ffn: int, *, refiner: bool) -
     return linears + kept_bytes(dims) + adaln_bytes(dims) + refiner * BF16 * refiner_weights(dims)
 
 
-def file_bytes(
-    dims: "DenoiserDims", dfile: "DenoiserFile | None", heads: Span, ffn: Span, *, refiner: bool
-) -> int:
+def file_bytes(dims: "DenoiserDims", dfile: "DenoiserFile | None", heads: Span, ffn: Span, *, refiner: bool) -> int:
     """What a rank asks of the denoiser's file: exact for `dfile`, else of a released NVFP4 file of `dims`."""
     if dfile is None:
         return stored_bytes(dims, heads[1] - heads[0], ffn[1] - ffn[0], refiner=refiner)
@@ -99,14 +89,10 @@ def file_bytes(
 
 
 def bytes_per_weight(dims: "DenoiserDims", dfile: "DenoiserFile | None") -> float:
-    """Bytes that one weight of the blocks' linears takes in `dfile` (NVFP4 without a file), scales
-    included.
-    """
+    """Bytes that one weight of the blocks' linears takes in `dfile` (NVFP4 without a file), scales included."""
     if dfile is None:
         return NVFP4_BYTES
     from h3dist.checkpoint.shard import Slice, slice_bytes
 
     names = (f"blocks.{block}.{name}" for block in range(dims.layers) for name in LINEARS)
-    return sum(slice_bytes(dfile, name, Slice()) for name in names) / linear_weights(
-        dims, dims.heads, dims.ffn
-    )
+    return sum(slice_bytes(dfile, name, Slice()) for name in names) / linear_weights(dims, dims.heads, dims.ffn)
