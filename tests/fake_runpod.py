@@ -55,7 +55,7 @@ MaxStartups 100
 MaxSessions 100
 KexAlgorithms curve25519-sha256
 LogLevel ERROR
-SetEnv PATH={path}
+SetEnv PATH={path} HOME={home}
 """
 HF = """#!/bin/sh
 # hf download REPO FILE --revision R --local-dir DIR: copies from the fake hub, and keeps what token it was given
@@ -210,6 +210,7 @@ class FakeRunpod:
         path = f"{self.bin}:{os.environ['PATH']}"
         config = SSHD_CONFIG.format(port=pod.port, home=pod.home, user=getpass.getuser(), path=path)
         (pod.home / "sshd_config").write_text(config)
+        (pod.home / ".bashrc").write_text("cat <<END\n  Welcome to the pod!\nEND\n")  # images greet even scripts
         env = {"PATH": path, "HOME": str(pod.home), "FAKE_HOME": str(pod.home), "LANG": "C.UTF-8"}
         env |= {name: self._reveal(value) for name, value in pod.body.get("env", {}).items()}
         env["RUNPOD_POD_ID"] = pod.id

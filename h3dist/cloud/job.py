@@ -41,11 +41,8 @@ class Job:
         lines = ["#!/usr/bin/env bash", f"cd {quote(self.results)} || exit 90", "echo $$ > ../pid || exit 91"]
         lines.append(f". {quote(self.recipe.workspace)}/env.sh")
         lines += [f"export {name}={quote(value)}" for name, value in environment.items()]
-        lines += [
-            f"{quote(*command)} > ../log 2>&1",
-            "code=$?",
-            "echo $code > ../code.new && mv ../code.new ../code",
-        ]
+        lines += [f"{quote(*command)} > ../log 2>&1", "code=$?", "cp ../log run.log"]
+        lines += ["echo $code > ../code.new && mv ../code.new ../code"]
         script = "\n".join(lines) + "\n"
         folder = quote(self.folder)
         write = f"mkdir -p {quote(self.results)} && : > {folder}/log && cat > {folder}/run.sh"
@@ -105,11 +102,10 @@ class Job:
     def _ended(self) -> str:
         """Show what is left of the log; the command's exit code as it wrote it, empty when it could not."""
         folder = quote(self.folder)
-        code = self._remote("exit code", f"cat {folder}/code 2>/dev/null || true").strip()
-        self.ssh.pump("end of the log", f"tail -c +{self.received + 1} {folder}/log", self._take)
-        if self._line:
-            self._take(b"\n")
-        return code
+        command = f"cat {folder}/code 2>/dev/null || echo; tail -c +{self.received + 1} {folder}/log"
+        code, _, rest = self._remote("the end of the run", command).partition("\n")
+        self._take(rest.encode() + (b"\n" if self._line or rest and not rest.endswith("\n") else b""))
+        return code.strip()
 
     def _judge(self, code: str) -> None:
         if code == "0":
@@ -129,14 +125,6 @@ class Job:
     def fetch(self, target: Path, partial: bool = False) -> dict[str, str]:
         """Bring the results home, checked; with `partial` only small JSON files that are not being written."""
         return fetch(self.ssh, self.results, target, PARTIAL if partial else "", settled=not partial)
-
-    def log(self, target: Path) -> None:
-        """Bring the log home as `run.log`, as far as it goes."""
-        text = self._remote("log", f"cat {quote(self.folder)}/log 2>/dev/null || true")
-        try:
-            (target / "run.log").write_text(text, encoding="utf-8")
-        except OSError as error:
-            raise OutputError(f"cannot write {target}/run.log: {error.strerror}") from None
 
     def _remote(self, what: str, command: str, stdin: bytes | None = None) -> str:
         try:

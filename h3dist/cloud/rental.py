@@ -62,7 +62,7 @@ class Rental:
 
     def __enter__(self) -> "Rental":
         self.desk.store.save(self.lease)  # before the POST: a client killed in between can still find the pod
-        atexit.register(self.close, "the client left")
+        atexit.register(self._last_chance)
         try:
             self._public = make_key(self.desk.store.folder(self.lease.name))
             self.search.rent(self.wish, self.base)
@@ -115,16 +115,15 @@ class Rental:
         self._watchdog.start()
 
     def _expire(self, cause: str) -> None:
-        """In the watchdog's thread: end the pod first, then tell the main thread, and do not give up."""
+        """In the watchdog's thread: tell the main thread, end the pod at once, and do not give up."""
+        self.desk.stop.set(cause)  # first, or the main thread would take the pod for lost
         while not self._over:
             try:
                 destroy_all(self.desk.client, self.lease.name, self.lease.pod_id, self.desk.pace)
-                break
+                return
             except CloudError as error:
-                self.desk.say(f"{cause}, but ending it failed: {error}; trying again")
-                self.desk.stop.set(cause)
+                self.desk.say(f"ending the pod failed: {error}; trying again")
                 time.sleep(self.desk.pace.poll)
-        self.desk.stop.set(cause)
 
     # ---- while it lives ----
 
@@ -143,6 +142,7 @@ class Rental:
 
     def alive(self) -> None:
         """Raises PodLost when the API says that the pod ended; says nothing when the API does not answer."""
+        self.desk.stop.check()
         try:
             pod = self.desk.client.pod(self.lease.pod_id or "")
         except CloudError as error:
@@ -165,6 +165,7 @@ class Rental:
         try:
             self.close(cause_of(error))
         except CloudError as failure:
+            atexit.unregister(self._last_chance)
             told = f"{failure}\nIT MAY STILL COST MONEY: run `runpod/pod.py destroy {self.lease.name}`, or end it in the console"
             raise CloudError(f"{told}\n(this came after: {cause_of(error)})") from None
 
@@ -187,11 +188,18 @@ class Rental:
                 f"pod {self.lease.pod_id or ended[0]} is destroyed; it cost about ${self.lease.spent():.2f}"
             )
 
+    def _last_chance(self) -> None:
+        """The interpreter ends with the pod still ours, past every `with`."""
+        try:
+            self.close("the client left")
+        except CloudError as error:
+            self.desk.say(f"{error}: {self.lease.name} MAY STILL COST MONEY")
+
     def _finish(self) -> None:
         self._over = True
         if self._line:
             self._line.close()
-        atexit.unregister(self.close)
+        atexit.unregister(self._last_chance)
         if self._watchdog:
             self._watchdog.cancel()
 

@@ -105,7 +105,6 @@ def _on_pod(desk: Desk, rental: Rental, work: Work) -> None:
         _save_what_there_is(desk, job, work, error)
         raise
     desk.say("stage: fetching")
-    job.log(work.target)
     sums = job.fetch(work.target)
     _write_sums(work.target, sums)
     desk.say(f"fetched {len(sums)} files to {work.target}, each checked")
@@ -118,13 +117,13 @@ def _set_up(desk: Desk, ssh: Ssh, work: Work) -> None:
     setup.package(work.attention)
     desk.say("  asking h3dist doctor")
     setup.doctor(may_fail=True)
-    if work.checkpoints:
+    if work.checkpoints and desk.recipe.checkpoints != []:
         desk.say("  checkpoints")
         setup.checkpoints()
+        setup.forget_token()
         setup.doctor(may_fail=False)
     else:
         setup.environment()
-    setup.forget_token()
 
 
 def _send_inputs(desk: Desk, ssh: Ssh, job: Job, work: Work) -> None:
@@ -147,11 +146,10 @@ def _partial(desk: Desk, job: Job, work: Work) -> None:
 
 
 def _save_what_there_is(desk: Desk, job: Job, work: Work, error: BaseException) -> None:
-    """After the command failed: its log and results, while the pod still stands; the failure stays the story."""
+    """After the command failed: its results and log, while the pod still stands; the failure stays the story."""
     if not isinstance(error, RunFailed):
         return
     try:
-        job.log(work.target)
         job.fetch(work.target)
         desk.say(f"the log and what results there are: {work.target}")
     except Exception as second:

@@ -18,7 +18,9 @@ from h3dist.cloud.pace import Stop
 from h3dist.errors import MissingDependency, OutputError
 
 SSH_FAILED = 255
-FULL = ("No space left on device", "Disk quota exceeded")
+MARK = b"\x1eh3dist\x1e"  # where a command's own output begins: a shell may greet before it
+SAY_MARK = r"printf '\036h3dist\036'; "
+FULL = ("No space left on device", "Disk quota exceeded", "Wrote only")  # the last is tar's
 
 
 class RemoteError(CloudError):
@@ -80,7 +82,7 @@ class Ssh:
     def start(self, command: str, stdin: IO[bytes] | int = subprocess.DEVNULL) -> subprocess.Popen[bytes]:
         """Start `command` on the pod; the caller reads its output and waits for it."""
         return subprocess.Popen(
-            self.argv(command),
+            self.argv(SAY_MARK + command),
             stdin=stdin,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -100,7 +102,7 @@ class Ssh:
         finally:
             end(process)
         self.judge(what, process.returncode, errors)
-        return output.decode("utf-8", "replace")
+        return output.partition(MARK)[2].decode("utf-8", "replace")
 
     def talk(
         self, process: subprocess.Popen[bytes], stdin: bytes | None, what: str, timeout: float | None
@@ -117,7 +119,9 @@ class Ssh:
                 raise ConnectionLost(f"{what}: no end after {timeout:g} s")
 
     def judge(self, what: str, code: int, errors: bytes) -> None:
-        """Raise what an exit code of ssh means; nothing for 0."""
+        """Raise what an exit code of ssh means; nothing for 0. Once the rental must end, that is why."""
+        if code:
+            self.stop.check()
         tail = errors.decode("utf-8", "replace").strip()[-600:]
         if code == SSH_FAILED or code < 0:
             changed = "IDENTIFICATION HAS CHANGED" in tail or "Host key verification failed" in tail
@@ -140,7 +144,7 @@ class Ssh:
         """
         process = self.start(command, stdin)
         assert process.stdout and process.stderr
-        errors = bytearray()
+        errors, take = bytearray(), _after_mark(take)
         try:
             with selectors.DefaultSelector() as selector:
                 selector.register(process.stdout, selectors.EVENT_READ)
@@ -161,6 +165,25 @@ class Ssh:
         finally:
             end(process)
         self.judge(what, code, bytes(errors))
+
+
+def _after_mark(take: Callable[[bytes], None]) -> Callable[[bytes], None]:
+    """`take`, for what comes after the mark."""
+    before: bytearray | None = bytearray()
+
+    def pass_on(block: bytes) -> None:
+        nonlocal before
+        if before is None:
+            take(block)
+            return
+        before += block
+        _, mark, after = before.partition(MARK)
+        if mark:
+            before = None
+            if after:
+                take(bytes(after))
+
+    return pass_on
 
 
 class Line:

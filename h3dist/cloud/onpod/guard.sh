@@ -54,7 +54,7 @@ while kill -0 "$child" 2>/dev/null; do
         leave "stopping the container" 0
     fi
     sleep "$((left < 5 ? left : 5))" &
-    wait $! # unlike sleep itself, wait is interrupted by a signal
+    wait -n # for either of the two; unlike sleep itself, it is interrupted by a signal
 done
 wait "$child"
 code=$?
