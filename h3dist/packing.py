@@ -19,10 +19,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from h3dist.conditions import Condition
 from h3dist.geometry import AUDIO_LATENT_RATE, FPS, PATCH, SOUND_CHANNELS, Geometry
 
 # Modality tags: the order of the three sets of modulation in every AdaLN projection.
 VIDEO_TAG, TEXT_TAG, AUDIO_TAG = 0, 1, 2
+
+KINDS = ("text", "audio", "video", "kept audio", "kept video")  # "kept" rows are conditions, never stepped
+STREAMS = ("video", "audio", "kept video", "kept audio")  # each has its own time at a step of the schedule
 
 SPATIAL_SCALE = 32  # a square canvas spans [0, 32) on both spatial axes
 TIME_PER_FRAME = AUDIO_LATENT_RATE / FPS  # rotary time: one unit is one audio latent
@@ -33,8 +37,8 @@ FRAMES_PER_LATENT = (1, 4, 4, 4, 4)  # repeating: the video VAE turns 17 frames 
 class Segment:
     """A run of rows [start, stop) of one kind, one noise level and one modality tag.
 
-    kind: where its rows come from ("text", "audio", "video"). time: the stream whose time modulates it
-    ("video" or "audio"). source: the number of its first row among the rows of its kind.
+    kind: where its rows come from, one of KINDS. time: the stream whose time modulates it, one of STREAMS.
+    source: the number of its first row among the rows of its kind.
     """
 
     start: int
@@ -57,7 +61,7 @@ class Packing:
     geometry: Geometry
 
     def span(self, kind: str) -> slice:
-        """All rows of one kind, which are always contiguous."""
+        """All rows of text, of the clip's audio or of its video, each of which is contiguous."""
         mine = [segment for segment in self.segments if segment.kind == kind]
         return slice(mine[0].start, mine[-1].stop)
 
@@ -73,19 +77,62 @@ class Stretch:
 
 
 def pack_t2va(geometry: Geometry, text_tags: Tensor | Sequence[int]) -> Packing:
-    """The sequence of a text-to-video-and-audio request: text, audio, video.
+    """The sequence of a text-to-video-and-audio request: text, audio, video. See `pack`."""
+    return pack(geometry, text_tags)
+
+
+def pack(geometry: Geometry, text_tags: Tensor | Sequence[int], conditions: Sequence[Condition] = ()) -> Packing:
+    """The whole sequence: text, keyframes, references, the clip's audio, its video.
 
     text_tags [L] holds the modality of each text row. Positions are those of the official packing: text rows
-    count 0, 1, 2, ... on the time axis and both media start where the text ends.
+    count 0, 1, 2, ... on the time axis, the clip's media start where the references end, and each reference
+    moves that start on; keyframes share the clip's own clock.
     """
     tags = tuple(int(tag) for tag in text_tags)
-    origin = float(len(tags))
+    references = [condition for condition in conditions if condition.kind != "keyframe"]
+    blocks, origin = _reference_stretches(references, geometry, float(len(tags)))
+    keyframes = [condition for condition in conditions if condition.kind == "keyframe"]
+    anchored = [part for condition in keyframes for part in _keyframe_stretches(condition, geometry, origin)]
+    grid = (geometry.latent_h, geometry.latent_w)
     stretches = (
         Stretch("text", "video", tags, _text_positions(len(tags))),
-        Stretch("audio", "audio", (AUDIO_TAG,) * geometry.audio_rows, _audio_positions(geometry, origin)),
-        Stretch("video", "video", (VIDEO_TAG,) * geometry.video_rows, _video_positions(geometry, origin)),
+        *anchored,
+        *blocks,
+        _audio_stretch("audio", geometry.audio_latents, grid, origin),
+        _video_stretch("video", _latent_times(geometry.latent_t, origin), grid),
     )
     return _pack(geometry, stretches)
+
+
+def _keyframe_stretches(condition: Condition, geometry: Geometry, origin: float) -> list[Stretch]:
+    """A keyframe on the clip's own grid: its video rows, then its audio rows if it is a guide with sound."""
+    grid = (geometry.latent_h, geometry.latent_w)
+    start = _frame_time(condition.frame, geometry, origin)
+    stretches = [_video_stretch("kept video", _latent_times(condition.latent_t, start), grid)]
+    if condition.audio_latents:
+        stretches.append(_audio_stretch("kept audio", condition.audio_latents, grid, start))
+    return stretches
+
+
+def _reference_stretches(
+    references: Sequence[Condition], geometry: Geometry, origin: float
+) -> tuple[list[Stretch], float]:
+    """Every reference's rows, audio before video, one after the other in time; and the time where they end.
+
+    An image takes one unit of time, a sound one for each latent, a video the longer of picture and sound. A
+    sound without a picture lies at the sides of the clip's grid, a soundtrack at those of its own video's.
+    """
+    stretches = []
+    for reference in references:
+        own = (reference.latent_h, reference.latent_w)
+        grid = own if reference.latent_t else (geometry.latent_h, geometry.latent_w)
+        if reference.audio_latents:
+            stretches.append(_audio_stretch("kept audio", reference.audio_latents, grid, origin))
+        if reference.latent_t:
+            stretches.append(_video_stretch("kept video", _latent_times(reference.latent_t, origin), own))
+        span = 1.0 if reference.kind == "image" else _span(reference.latent_t)
+        origin += max(float(reference.audio_latents), span)
+    return stretches, origin
 
 
 def _pack(geometry: Geometry, stretches: Sequence[Stretch]) -> Packing:
@@ -102,12 +149,13 @@ def _pack(geometry: Geometry, stretches: Sequence[Stretch]) -> Packing:
 
 def _segments(stretches: Sequence[Stretch]) -> tuple[Segment, ...]:
     segments, start = [], 0
+    seen = dict.fromkeys(KINDS, 0)  # rows of each kind so far
     for stretch in stretches:
-        source = 0
         for tag, run in itertools.groupby(stretch.tags):
             count = len(list(run))
+            source = seen[stretch.kind]
             segments.append(Segment(start, start + count, stretch.kind, stretch.time, tag, source))
-            start, source = start + count, source + count
+            start, seen[stretch.kind] = start + count, source + count
     return tuple(segments)
 
 
@@ -138,23 +186,38 @@ def _latent_times(count: int, origin: float) -> Tensor:
     return origin + spans[:count].cumsum(0)
 
 
-def _audio_positions(geometry: Geometry, origin: float) -> Tensor:
-    """Channel-major: the left channel at the first column of the video's grid, the right one at the last."""
-    width_axis = _axis(geometry.latent_w, geometry.latent_h)
-    positions = torch.zeros(SOUND_CHANNELS, geometry.audio_latents, 3, dtype=torch.float64)
-    positions[..., 0] = origin + torch.arange(geometry.audio_latents, dtype=torch.float64)
+def _span(count: int) -> float:
+    """The rotary time that `count` latent frames take, summed in their order."""
+    return sum(TIME_PER_FRAME * frame for frame in itertools.islice(itertools.cycle(FRAMES_PER_LATENT), count))
+
+
+def _frame_time(frame: int, geometry: Geometry, origin: float) -> float:
+    """The rotary time of a frame of the clip, 5/3 units a frame.
+
+    The last frame's is the clip's whole span less one frame, by a pairwise sum: the official packing's rounding.
+    """
+    if frame == geometry.frames - 1:
+        frames = np.resize(np.array(FRAMES_PER_LATENT, dtype=np.float64), geometry.latent_t)
+        return origin + float((frames * TIME_PER_FRAME).sum()) - TIME_PER_FRAME
+    return origin + TIME_PER_FRAME * frame
+
+
+def _audio_stretch(kind: str, latents: int, grid: tuple[int, int], start: float) -> Stretch:
+    """Channel-major: the left channel at the first column of a (height, width) grid, the right one at the last."""
+    height, width = grid
+    width_axis = _axis(width, height)
+    positions = torch.zeros(SOUND_CHANNELS, latents, 3, dtype=torch.float64)
+    positions[..., 0] = start + torch.arange(latents, dtype=torch.float64)
     positions[0, :, 2], positions[1, :, 2] = width_axis[0], width_axis[-1]
-    return positions.flatten(0, 1)
+    return Stretch(kind, kind, (AUDIO_TAG,) * (SOUND_CHANNELS * latents), positions.flatten(0, 1))
 
 
-def _video_positions(geometry: Geometry, origin: float) -> Tensor:
-    """Rows in the order (t, y, x), x fastest."""
-    axes = (
-        _latent_times(geometry.latent_t, origin),
-        _axis(geometry.latent_h, geometry.latent_w),
-        _axis(geometry.latent_w, geometry.latent_h),
-    )
-    return torch.stack(torch.meshgrid(*axes, indexing="ij"), dim=-1).flatten(0, 2)
+def _video_stretch(kind: str, times: Tensor, grid: tuple[int, int]) -> Stretch:
+    """Rows in the order (t, y, x), x fastest, on a (height, width) grid of latents."""
+    height, width = grid
+    axes = (times, _axis(height, width), _axis(width, height))
+    positions = torch.stack(torch.meshgrid(*axes, indexing="ij"), dim=-1).flatten(0, 2)
+    return Stretch(kind, kind, (VIDEO_TAG,) * len(positions), positions)
 
 
 # A rank's own rows.

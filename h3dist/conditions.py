@@ -1,0 +1,71 @@
+"""What a clip is conditioned on, by sizes alone: keyframes and references as the model will hold them.
+
+Enough to lay out the sequence, count its rows and bytes and draw its noise; the pixels and the sound themselves
+stay on the rank that reads them. Standard library only.
+"""
+
+from dataclasses import dataclass
+
+from h3dist.geometry import (
+    CHUNK_FRAMES,
+    CHUNK_LATENTS,
+    LATENT_PIXELS,
+    PATCH,
+    SAMPLES_PER_AUDIO_LATENT,
+    SOUND_CHANNELS,
+    TAIL_LATENTS,
+)
+
+KINDS = ("keyframe", "image", "video", "audio")  # the last three are references
+VISUAL_TIME = 0.999  # the model's time of a visual condition, or the clip's own where that is later
+AUDIO_TIME = 1.0  # and of a sound: clean
+
+
+@dataclass(frozen=True)
+class Condition:
+    """One keyframe or reference, fitted: `width` x `height` pixels and `frames` as the video VAE encodes them.
+
+    frame: where in the clip a keyframe stands. samples: of one channel of its sound at 32 kHz, 0 without sound.
+    shown: how many frames the text encoder chooses from, 0 for what it is not shown.
+    """
+
+    kind: str
+    width: int = 0
+    height: int = 0
+    frames: int = 0
+    samples: int = 0
+    frame: int = 0
+    shown: int = 0
+
+    @property
+    def latent_t(self) -> int:
+        """Video latents along time: 1 for a still, 5k + 2 for 17k + 5 frames, 0 for sound alone."""
+        if self.frames <= 1:
+            return self.frames
+        chunks = -(-self.frames // CHUNK_FRAMES)
+        return CHUNK_LATENTS * chunks - (CHUNK_LATENTS - TAIL_LATENTS)
+
+    @property
+    def latent_h(self) -> int:
+        """Video latents down the picture."""
+        return self.height // LATENT_PIXELS
+
+    @property
+    def latent_w(self) -> int:
+        """Video latents across the picture."""
+        return self.width // LATENT_PIXELS
+
+    @property
+    def audio_latents(self) -> int:
+        """Audio latents of one channel; the last may be partly silence."""
+        return -(-self.samples // SAMPLES_PER_AUDIO_LATENT)
+
+    @property
+    def video_rows(self) -> int:
+        """Transformer rows of its picture."""
+        return self.latent_t * (self.latent_h // PATCH) * (self.latent_w // PATCH)
+
+    @property
+    def audio_rows(self) -> int:
+        """Transformer rows of its sound: all latents of channel 0, then of channel 1."""
+        return SOUND_CHANNELS * self.audio_latents
