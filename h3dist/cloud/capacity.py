@@ -111,9 +111,7 @@ class Search:
         return True
 
 
-def destroy_all(
-    client: Client, name: str, known: str | None, pace: Pace, open_post: bool = False
-) -> list[str]:
+def destroy_all(client: Client, name: str, known: str | None, pace: Pace, open_post: bool = False) -> list[str]:
     """Terminate the pod `known` and every other of this name, and see that they are gone.
 
     Returns the ids that were terminated. `open_post`: a pod may be about to appear, so the listing is watched

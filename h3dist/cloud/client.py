@@ -133,10 +133,7 @@ class Client:
         if self.dialect.catalogue is None:
             return []
         query = {"include": "AVAILABILITY", "product": "POD", "count": str(count), "cloud": cloud}
-        return [
-            self._parse(self.dialect.offer, item)
-            for item in self._pages(self.dialect.catalogue, "gpus", query)
-        ]
+        return [self._parse(self.dialect.offer, item) for item in self._pages(self.dialect.catalogue, "gpus", query)]
 
     # ---- how ----
 
@@ -211,11 +208,7 @@ class Client:
         if answer.status in (401, 403):
             return KeyRefused(f"{doing}: the API key was refused (HTTP {answer.status}): {text}")
         retired = self.dialect.spot and answer.status in (404, 410)
-        hint = (
-            "; REST v1 was to be retired in November 2026: try --api https://api.runpod.io/v2"
-            if retired
-            else ""
-        )
+        hint = "; REST v1 was to be retired in November 2026: try --api https://api.runpod.io/v2" if retired else ""
         return Refused(f"{doing}: HTTP {answer.status}: {text}{hint}", answer.status, text)
 
     def _parse(self, read: Any, data: Any) -> Any:

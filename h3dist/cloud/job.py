@@ -111,9 +111,7 @@ class Job:
         if code == "0":
             return
         folder = quote(self.folder)
-        disk = self._remote(
-            "disk", f"df -Pk {quote(self.recipe.workspace)} | tail -1; tail -c 2000 {folder}/log"
-        )
+        disk = self._remote("disk", f"df -Pk {quote(self.recipe.workspace)} | tail -1; tail -c 2000 {folder}/log")
         if any(phrase in disk for phrase in FULL) or " 100% " in disk.splitlines()[0]:
             raise OutputError(
                 f"the disk of the pod is full ({self.recipe.workspace}); the run ended with {code or '?'}"

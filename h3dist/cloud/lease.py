@@ -90,9 +90,7 @@ class Store:
         try:
             self.root.mkdir(parents=True, exist_ok=True, mode=0o700)
         except OSError as error:
-            raise OutputError(
-                f"cannot keep leases in {self.root}: {error.strerror}; set H3_STATE_DIR"
-            ) from None
+            raise OutputError(f"cannot keep leases in {self.root}: {error.strerror}; set H3_STATE_DIR") from None
 
     @classmethod
     def default(cls, environ: Mapping[str, str]) -> "Store":
@@ -140,9 +138,7 @@ class Store:
                 yield Lease.model_validate_json(path.read_bytes())
             except (OSError, ValidationError):
                 # cut short by a crash: the folder's name is the pod's, and that is enough to end it
-                yield Lease(
-                    name=path.parent.name, api="", owner=Owner(host=socket.gethostname(), pid=2**22 + 1)
-                )
+                yield Lease(name=path.parent.name, api="", owner=Owner(host=socket.gethostname(), pid=2**22 + 1))
 
     def close(self, lease: Lease, cause: str) -> None:
         """Forget a rental that is over, its SSH key too, and note it in the ledger."""

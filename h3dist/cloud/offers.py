@@ -73,9 +73,7 @@ def peak_memory(shape: Shape, count: int, usable: float) -> tuple[str, int]:
 def fits(shape: Shape, counts: Iterable[int], live: dict[str, GpuOffer], cloud: str) -> list[Fit]:
     """Every known GPU type and count with the planned memory; cheapest that fits first."""
     found: list[Fit] = []
-    types = list(GPU_TYPES) + [
-        _new(offer) for offer in live.values() if offer.id not in BY_ID and offer.memory_gb
-    ]
+    types = list(GPU_TYPES) + [_new(offer) for offer in live.values() if offer.id not in BY_ID and offer.memory_gb]
     for gpu in types:
         for count in counts:
             found.append(_fit(gpu, count, shape, live.get(gpu.id), cloud))
@@ -115,6 +113,4 @@ def table(found: Iterable[Fit], say: Callable[[str], None]) -> None:
         price = "?" if fit.price is None else f"{'' if fit.live else '~'}{fit.price:.2f}"
         need = f"{fit.peak / 1e9:.1f} GB" if fit.peak else "-"
         fitting = "yes" if fit.fits else "no"
-        say(
-            f"{fit.count:>4}  {fit.gpu:<55} {fit.memory_gb:>4} GB {need:>8}  {fitting:<4} {price:>8}  {fit.stock}"
-        )
+        say(f"{fit.count:>4}  {fit.gpu:<55} {fit.memory_gb:>4} GB {need:>8}  {fitting:<4} {price:>8}  {fit.stock}")

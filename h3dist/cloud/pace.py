@@ -28,9 +28,7 @@ class Pace:
     def scaled(self, factor: float) -> "Pace":
         """The same with every wait multiplied; the limit of one request and of one probe stays whole."""
         kept = ("request", "probe")
-        return Pace(
-            **{f.name: getattr(self, f.name) * (1 if f.name in kept else factor) for f in fields(self)}
-        )
+        return Pace(**{f.name: getattr(self, f.name) * (1 if f.name in kept else factor) for f in fields(self)})
 
 
 class Stop:

@@ -144,9 +144,7 @@ def checkout_files(root: Path) -> list[tuple[Path, str]]:
     except (OSError, subprocess.CalledProcessError):
         raise ConfigError(f"{root} is no git checkout: use --package image or a pinned release") from None
     names = sorted({name for name in done.stdout.decode().split("\0") if name})
-    return [
-        (root / name, name) for name in names if (root / name).is_file() and not (root / name).is_symlink()
-    ]
+    return [(root / name, name) for name in names if (root / name).is_file() and not (root / name).is_symlink()]
 
 
 def guarded_start(recipe: Recipe, lifetime: float) -> tuple[str, ...]:
@@ -154,9 +152,7 @@ def guarded_start(recipe: Recipe, lifetime: float) -> tuple[str, ...]:
     from base64 import b64encode
 
     packed = b64encode(on_pod("guard.sh").encode()).decode()
-    script = (
-        f'mkdir -p -m 700 "$0" && echo {packed} | base64 -d > "$0/guard.sh" && exec bash "$0/guard.sh" "$@"'
-    )
+    script = f'mkdir -p -m 700 "$0" && echo {packed} | base64 -d > "$0/guard.sh" && exec bash "$0/guard.sh" "$@"'
     return ("bash", "-c", script, recipe.state, str(max(1, round(lifetime))), *recipe.start)
 
 

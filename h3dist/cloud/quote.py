@@ -69,11 +69,7 @@ class Quote:
             text = f"${price:.2f} an hour" if price else f"about ${about:.2f} an hour (not the live price)"
             most = self.limits.most(price or about or None)
             lines.append(f"  {spec.where()}: {text}, at most ${most:.2f}")
-        volume = (
-            f"network volume {self.base.volume_id}"
-            if self.base.volume_id
-            else f"{self.base.volume_gb} GB volume"
-        )
+        volume = f"network volume {self.base.volume_id}" if self.base.volume_id else f"{self.base.volume_gb} GB volume"
         lines.append(f"  image {self.base.image}, {self.base.disk_gb} GB disk, {volume} at {self.base.mount}")
         limits = f"${self.limits.budget:.2f} and {self.limits.deadline / 60:g} min"
         return [
@@ -82,9 +78,7 @@ class Quote:
         ]
 
 
-def make_quote(
-    ask: Ask, recipe: Recipe, limits: Limits, *, api: str, name: str, client: Client | None = None
-) -> Quote:
+def make_quote(ask: Ask, recipe: Recipe, limits: Limits, *, api: str, name: str, client: Client | None = None) -> Quote:
     """Work out what would be rented as `name`; with a client, the volume's place and live prices are looked up."""
     wish = ask.wish()
     if ask.interruptible and not dialect_of(api).spot:

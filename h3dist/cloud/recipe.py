@@ -97,7 +97,5 @@ def load_recipe(path: Path | None, **changes: Any) -> Recipe:
         first = error.errors()[0]
         raise ConfigError(f"recipe field {'.'.join(map(str, first['loc']))}: {first['msg']}") from None
     if recipe.package not in ("checkout", "image") and "==" not in recipe.package:
-        raise ConfigError(
-            f"package {recipe.package!r}: want checkout, image, or a pinned one such as h3dist==1.0.0"
-        )
+        raise ConfigError(f"package {recipe.package!r}: want checkout, image, or a pinned one such as h3dist==1.0.0")
     return recipe

@@ -78,9 +78,7 @@ class Rental:
         lifetime, _ = self.desk.lifetime(self.desk.list_price(spec))
         recipe = self.desk.recipe
         ours = {"PUBLIC_KEY": self._public, "H3_POD_STATE": recipe.state, "H3_POD_API": self.desk.client.url}
-        return replace(
-            spec, env=spec.env | ours, start=guarded_start(recipe, lifetime + self.desk.pace.grace)
-        )
+        return replace(spec, env=spec.env | ours, start=guarded_start(recipe, lifetime + self.desk.pace.grace))
 
     def _note(self, pod: Pod, spec: PodSpec) -> None:
         """Write down what was rented. The dearer of the list price and the pod's own is what we count with."""
@@ -98,9 +96,7 @@ class Rental:
             self.lease.price = pod.price or None if pod else None
             if not self.lease.price:
                 if time.monotonic() > until:
-                    raise CloudError(
-                        "the API does not say what this pod costs, so the budget could not be kept"
-                    )
+                    raise CloudError("the API does not say what this pod costs, so the budget could not be kept")
                 self.desk.stop.sleep(self.desk.pace.poll)
         self.desk.say(f"rented pod {self.lease.pod_id} as {self.lease.name}, ${self.lease.price:.2f} an hour")
 
@@ -177,16 +173,12 @@ class Rental:
         with desk.gate.held(GIVING_BACK, raises=False):
             ended = []
             if self.lease.pod_id or self.search.open or self.search.doubt:
-                ended = destroy_all(
-                    desk.client, self.lease.name, self.lease.pod_id, desk.pace, self.search.open
-                )
+                ended = destroy_all(desk.client, self.lease.name, self.lease.pod_id, desk.pace, self.search.open)
             self._finish()
             desk.spent += self.lease.spent()
             desk.store.close(self.lease, cause)
         if ended or self.lease.pod_id:
-            desk.say(
-                f"pod {self.lease.pod_id or ended[0]} is destroyed; it cost about ${self.lease.spent():.2f}"
-            )
+            desk.say(f"pod {self.lease.pod_id or ended[0]} is destroyed; it cost about ${self.lease.spent():.2f}")
 
     def _last_chance(self) -> None:
         """The interpreter ends with the pod still ours, past every `with`."""

@@ -45,14 +45,10 @@ def with_inputs(command: list[str], extra: list[Path]) -> tuple[list[str], dict[
         if option in FILE_OPTIONS and value:
             path = Path(value)
             inputs[path.name] = path
-            changed[i if joined else i + 1] = (
-                f"{option}=../inputs/{path.name}" if joined else f"../inputs/{path.name}"
-            )
+            changed[i if joined else i + 1] = f"{option}=../inputs/{path.name}" if joined else f"../inputs/{path.name}"
         leaves = option in OUTPUT_OPTIONS and (value.startswith("/") or ".." in Path(value).parts)
         if leaves or (word.startswith("output.path=") and joined.startswith("/")):
-            raise ConfigError(
-                f"the output {value!r} is not below the run's own folder, so it would not be fetched"
-            )
+            raise ConfigError(f"the output {value!r} is not below the run's own folder, so it would not be fetched")
     for name, path in inputs.items():
         if not path.is_file():
             raise ConfigError(f"no file {path} to send along as {name}")

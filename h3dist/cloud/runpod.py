@@ -45,9 +45,7 @@ class Office:
 
     def client(self, api: str | None = None) -> Client:
         """The account's client. Raises KeyRefused without a key."""
-        return Client(
-            api or self.api, read_key(self.environ, self.key_file), self.redact, self.pace, self.stop
-        )
+        return Client(api or self.api, read_key(self.environ, self.key_file), self.redact, self.pace, self.stop)
 
     def has_key(self) -> bool:
         """Whether a key was given at all."""
@@ -95,9 +93,7 @@ def lease_of(office: Office, name: str | None) -> Lease:
         return office.store.load(name)
     found = list(office.store.leases())
     if len(found) != 1:
-        raise ConfigError(
-            f"{len(found)} pods are leased here; name one: {', '.join(x.name for x in found) or '-'}"
-        )
+        raise ConfigError(f"{len(found)} pods are leased here; name one: {', '.join(x.name for x in found) or '-'}")
     return found[0]
 
 
@@ -207,9 +203,5 @@ def overview(office: Office) -> list[dict[str, object]]:
 
 def as_json(rows: object) -> str:
     """JSON for scripts."""
-    plain = (
-        [asdict(row) if isinstance(row, offering.Fit) else row for row in rows]
-        if isinstance(rows, list)
-        else rows
-    )
+    plain = [asdict(row) if isinstance(row, offering.Fit) else row for row in rows] if isinstance(rows, list) else rows
     return json.dumps(plain, indent=1)

@@ -16,16 +16,12 @@ from h3dist.cloud.recipe import Recipe, load_recipe
 RTX_PRO = "NVIDIA RTX PRO 6000 Blackwell Server Edition"
 
 Name = Annotated[str | None, typer.Argument(help="A pod's name; not needed while there is only one.")]
-PodName = Annotated[
-    str | None, typer.Option("--pod", help="A pod's name; not needed while there is only one.")
-]
+PodName = Annotated[str | None, typer.Option("--pod", help="A pod's name; not needed while there is only one.")]
 Rest = Annotated[list[str] | None, typer.Argument(help="After --.")]
 Json = Annotated[bool, typer.Option("--json", help="JSON instead of a table.")]
 Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask; also ends what a killed client left.")]
 Out = Annotated[Path | None, typer.Option("--out", help="Folder for results; a new one by default.")]
-Send = Annotated[
-    list[Path] | None, typer.Option("--send", help="Local file to send along, as ../inputs/NAME.")
-]
+Send = Annotated[list[Path] | None, typer.Option("--send", help="Local file to send along, as ../inputs/NAME.")]
 Bare = Annotated[bool, typer.Option("--no-checkpoints", help="The run needs no checkpoint files.")]
 Pods = Annotated[int, typer.Option("--pods", min=1, help="Pods one after another, when one is taken back.")]
 Resume = Annotated[bool, typer.Option("--resume", help="Send the JSON files in --out along first.")]
@@ -41,19 +37,13 @@ class Wanted:
 
 
 def wanted(
-    gpu: Annotated[
-        list[str], typer.Option(help="GPU type, or a unique part of its name; again for the next best.")
-    ] = [RTX_PRO],  # noqa: B006 (typer makes a new list)
+    gpu: Annotated[list[str], typer.Option(help="GPU type, or a unique part of its name; again for the next best.")] = [
+        RTX_PRO
+    ],  # noqa: B006 (typer makes a new list)
     gpus: Annotated[int, typer.Option(help="How many GPUs.")] = 1,
-    fewer: Annotated[
-        bool, typer.Option("--fewer", help="Take 6, 4, 2 or 1 when that many cannot be had.")
-    ] = False,
-    cloud: Annotated[list[str], typer.Option(help="SECURE or COMMUNITY; again for the next best.")] = [
-        "SECURE"
-    ],  # noqa: B006
-    data_center: Annotated[
-        list[str] | None, typer.Option(help="Data centre; again for the next best.")
-    ] = None,
+    fewer: Annotated[bool, typer.Option("--fewer", help="Take 6, 4, 2 or 1 when that many cannot be had.")] = False,
+    cloud: Annotated[list[str], typer.Option(help="SECURE or COMMUNITY; again for the next best.")] = ["SECURE"],  # noqa: B006
+    data_center: Annotated[list[str] | None, typer.Option(help="Data centre; again for the next best.")] = None,
     volume: Annotated[str | None, typer.Option(help="Network volume's id; it pins the data centre.")] = None,
     volume_gb: Annotated[int, typer.Option(help="GB of a volume that lives as long as the pod.")] = 100,
     disk: Annotated[int, typer.Option(help="GB of the container's own disk.")] = 80,
@@ -64,9 +54,7 @@ def wanted(
     min_cuda: Annotated[str, typer.Option(help="Least CUDA version of the machine's driver.")] = "13.0",
     budget: Annotated[float, typer.Option(help="Dollars at most; the pod is ended before.")] = 10.0,
     deadline: Annotated[float, typer.Option(help="Minutes at most; the pod is ended before.")] = 120.0,
-    image: Annotated[
-        str | None, typer.Option(help="Container image; one of RunPod's own by default.")
-    ] = None,
+    image: Annotated[str | None, typer.Option(help="Container image; one of RunPod's own by default.")] = None,
     package: Annotated[
         str | None, typer.Option(help="checkout (default), image (h3dist is in it), or h3dist==VERSION.")
     ] = None,

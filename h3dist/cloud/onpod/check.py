@@ -29,9 +29,7 @@ def fault(path: Path, size: int | None) -> str:
         except (ValueError, KeyError, TypeError, IndexError, AttributeError):
             return "not a safetensors file (its header is no JSON of tensors)"
     if 8 + length + max(ends, default=0) != have:
-        return (
-            f"cut short or padded: the header speaks of {8 + length + max(ends, default=0)} bytes, not {have}"
-        )
+        return f"cut short or padded: the header speaks of {8 + length + max(ends, default=0)} bytes, not {have}"
     return ""
 
 
