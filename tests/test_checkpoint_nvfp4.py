@@ -16,6 +16,7 @@ from h3dist.checkpoint.nvfp4 import Nvfp4Weight, swizzle, unswizzle
 from h3dist.checkpoint.quantise import e2m1_codes, to_int8, to_nvfp4
 from h3dist.checkpoint.slices import Slice
 from h3dist.checkpoint.storage import Storage, storage_of
+from h3dist.checkpoint.tiles import code_shape, scale_shape
 from h3dist.errors import CheckpointError
 
 E2M1 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
@@ -46,9 +47,7 @@ def stored(
     }
     file = TensorFile.open(write(folder / "w.safetensors", tensors))
     config = {"full_precision_matrix_mult": False} | marker
-    return file, storage_of(
-        shape, config, {name.removeprefix("w."): info for name, info in file.tensors.items()}
-    )
+    return file, storage_of(shape, config, {name.removeprefix("w."): info for name, info in file.tensors.items()})
 
 
 def nvfp4(folder: Path, rows: int, cols: int, seed: int = 0) -> tuple[TensorFile, Storage]:
@@ -97,9 +96,7 @@ def test_values_are_those_of_plain_python(tmp_path, rows, cols):
     assert weight.dense(torch.float32).tolist() == plain_dequantise(file.path, rows, cols)
 
 
-@pytest.mark.parametrize(
-    ("rows", "cols"), [(128, 64), (100, 80), (33, 30), (384, 672), (1, 16), (300, 208), (16, 8)]
-)
+@pytest.mark.parametrize(("rows", "cols"), [(128, 64), (100, 80), (33, 30), (384, 672), (1, 16), (300, 208), (16, 8)])
 def test_values_are_comfy_kitchens(tmp_path, rows, cols):
     matrix = random(rows, cols, 3)
     qdata = comfy_kitchen.tensor.QuantizedTensor.from_float(matrix, "TensorCoreNVFP4Layout")
@@ -178,9 +175,7 @@ def all_cuts(cols: int) -> list[tuple[int, int] | None]:
     return [None] + [(start, stop) for start in starts for stop in (*starts, cols) if start <= stop]
 
 
-def check_cut(
-    file: TensorFile, storage: Storage, whole: Nvfp4Weight, dense: torch.Tensor, cut: Slice
-) -> None:
+def check_cut(file: TensorFile, storage: Storage, whole: Nvfp4Weight, dense: torch.Tensor, cut: Slice) -> None:
     due = take(dense, cut)
     before = file.bytes_read
     part = storage.read(file, "w", cut)
@@ -191,6 +186,8 @@ def check_cut(
     assert sliced.shape == part.shape
     assert torch.equal(sliced.codes, part.codes)
     assert torch.equal(sliced.scales, part.scales)
+    assert part.codes.shape == code_shape(part.shape)
+    assert part.scales.shape == scale_shape(part.shape)
     rows, cols = part.shape
     assert part.codes[rows:].count_nonzero() == 0, "padding rows are zero"
     assert part.scales.numel() == 0 or swizzle(unswizzle(part.scales, (rows, cols))).equal(part.scales)
@@ -298,9 +295,7 @@ def test_rubbish_in_the_padding_is_dropped(tmp_path):
     clean = to_nvfp4(random(130, 80))
     dirty = {name: part.clone() for name, part in clean.items()}
     dirty["weight_scale"].view(torch.uint8).view(-1)[-1] = 0x7F
-    due = Nvfp4Weight(
-        clean["weight"], clean["weight_scale"].view(torch.uint8), clean["weight_scale_2"], (130, 80)
-    )
+    due = Nvfp4Weight(clean["weight"], clean["weight_scale"].view(torch.uint8), clean["weight_scale_2"], (130, 80))
     file, storage = stored(tmp_path, dirty, (130, 80), format="nvfp4")
     weight = storage.read(file, "w")
     assert torch.equal(weight.scales, due.scales)
