@@ -69,9 +69,7 @@ def denoiser_state_for_diffusers(dfile: DenoiserFile) -> dict[str, Tensor]:
             base, part = _block_parts(stem)
             if part == "attn.qkv_proj":
                 heads = _bands(tensor, dims.heads, dims.head_dim, dfile.qkv_order)
-                found |= {
-                    f"{base}.attn.to_{letter}.weight": rows for letter, rows in zip("qkv", heads, strict=True)
-                }
+                found |= {f"{base}.attn.to_{letter}.weight": rows for letter, rows in zip("qkv", heads, strict=True)}
             elif part == "mlp.fc1":
                 gate, up = tensor.chunk(2)
                 found[f"{base}.ff.net.0.proj.weight"] = torch.cat([up, gate])
@@ -175,7 +173,5 @@ def _loaded(dfile: DenoiserFile, state: dict[str, Tensor]) -> MiniMaxH3Transform
     )
     missing, unexpected = model.load_state_dict(state, strict=False)
     assert not unexpected, unexpected
-    assert all(name.startswith("time_embedder.") for name in missing) and (
-        not missing or dims.form == "curve"
-    ), missing
+    assert all(name.startswith("time_embedder.") for name in missing) and (not missing or dims.form == "curve"), missing
     return model.float().eval().requires_grad_(False)

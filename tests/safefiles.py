@@ -18,8 +18,7 @@ def parse(path: Path) -> tuple[Tensors, dict[str, str]]:
     metadata = header.pop("__metadata__", {})
     body = data[8 + count :]
     return {
-        name: (entry["dtype"], entry["shape"], body[slice(*entry["data_offsets"])])
-        for name, entry in header.items()
+        name: (entry["dtype"], entry["shape"], body[slice(*entry["data_offsets"])]) for name, entry in header.items()
     }, metadata
 
 

@@ -71,9 +71,7 @@ RELEASED = DenoiserDims(
     video_channels=24, audio_channels=32, rope_freqs=16, form="full", curve_grid=0, curve_rank=0,
     time_freq=256, time_hidden=5376, time_dim=2688,
 )  # fmt: skip
-PRUNED = replace(
-    RELEASED, form="curve", curve_grid=1025, curve_rank=8, time_freq=0, time_hidden=0, time_dim=8
-)
+PRUNED = replace(RELEASED, form="curve", curve_grid=1025, curve_rank=8, time_freq=0, time_hidden=0, time_dim=8)
 
 
 def payload(table: dict[str, Spec], dtype, config=lambda layer: None) -> tuple[int, int]:
@@ -228,9 +226,7 @@ def test_a_layer_may_be_int8(paths, tmp_path, layer):
     parts = to_int8(matrix)
     if f"{layer}.bias" in tensors.table:
         parts["bias"] = tensors.tensor(f"{layer}.bias").clone()
-    path = edited(
-        paths["denoiser"], tmp_path / "mixed", replaced(layer, parts, {"format": "int8_tensorwise"})
-    )
+    path = edited(paths["denoiser"], tmp_path / "mixed", replaced(layer, parts, {"format": "int8_tensorwise"}))
     state = open_denoiser(path)
     assert state.dims == tensors.dims
     dense = parts["weight"].float() * parts["weight_scale"]
@@ -248,9 +244,7 @@ def test_full_precision_is_read_from_each_marker(paths, tmp_path):
 
 
 def marked(paths: dict[str, Path], folder: Path, marker: object, layer: str = QKV) -> Path:
-    return edited(
-        paths["denoiser"], folder / "marked", lambda t: t.update({f"{layer}.comfy_quant": text(marker)})
-    )
+    return edited(paths["denoiser"], folder / "marked", lambda t: t.update({f"{layer}.comfy_quant": text(marker)}))
 
 
 UNSUPPORTED = {
@@ -292,9 +286,7 @@ def test_a_marker_that_says_nothing_is_refused(paths, tmp_path, kind):
 
 
 def test_a_marker_that_is_no_json_is_refused(paths, tmp_path):
-    path = edited(
-        paths["denoiser"], tmp_path / "x", lambda t: t.update({f"{QKV}.comfy_quant": ("U8", [3], b"{a:")})
-    )
+    path = edited(paths["denoiser"], tmp_path / "x", lambda t: t.update({f"{QKV}.comfy_quant": ("U8", [3], b"{a:")}))
     refused(path, "is no JSON")
 
 
@@ -393,9 +385,7 @@ def test_a_scalar_scale_that_cannot_be_is_refused_at_once(paths, tmp_path, part,
 def test_a_latent_deviation_of_zero_is_refused(paths, tmp_path):
     for dtype, size in (("F32", 4), ("F16", 2), ("BF16", 2)):
         deviation = (dtype, [24], bytes(24 * size))
-        path = edited(
-            paths["video_vae"], tmp_path / dtype, lambda t, new=deviation: t.update(latents_std=new)
-        )
+        path = edited(paths["video_vae"], tmp_path / dtype, lambda t, new=deviation: t.update(latents_std=new))
         refused(path, "latents_std holds 0.0", open_video_vae)
 
 
@@ -479,9 +469,7 @@ def test_a_file_in_a_wrong_slot_is_refused(paths, slot, other, words):
 
 @pytest.mark.parametrize("slot", ["text_encoder", "video_vae", "audio_vae"])
 def test_another_size_needs_its_config(paths, slot, tmp_path):
-    with pytest.raises(
-        CheckpointError, match=rf"released sizes \(for another size give model.{slot}_config\)"
-    ):
+    with pytest.raises(CheckpointError, match=rf"released sizes \(for another size give model.{slot}_config\)"):
         open_slots(model(paths, **{f"{slot}_config": None}))
     (tmp_path / "bad.json").write_text("{")
     with pytest.raises(CheckpointError, match="cannot be used as a config"):

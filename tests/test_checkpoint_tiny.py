@@ -160,9 +160,7 @@ def test_the_video_vaes_names_are_diffusers(paths):
     state = open_video_vae(paths["video_vae"], paths["video_vae_config"])
     model = AutoencoderKLMiniMaxH3(**config(paths["video_vae_config"])).eval()
     model.load_state_dict({name: part.float() for name, part in video_state(state).items()}, strict=True)
-    mean, std = (
-        torch.tensor(model.config[name]).view(1, -1, 1, 1, 1) for name in ("latents_mean", "latents_std")
-    )
+    mean, std = (torch.tensor(model.config[name]).view(1, -1, 1, 1, 1) for name in ("latents_mean", "latents_std"))
     assert torch.equal(state.tensor("latents_mean"), mean.flatten())
     with torch.no_grad():
         frames = model.decode(torch.randn(1, 24, 7, 2, 2) * std + mean).sample

@@ -128,9 +128,7 @@ def _decoder_convs(dims: AudioDims) -> dict[str, tuple[int, ...]]:
         width //= 2
         for place, kernel in enumerate(RES_KERNELS):
             block = f"decoder.resblocks.{level * len(RES_KERNELS) + place}"
-            stems = [
-                f"{block}.{group}.{index}" for group in ("convs1", "convs2") for index in range(DILATIONS)
-            ]
+            stems = [f"{block}.{group}.{index}" for group in ("convs1", "convs2") for index in range(DILATIONS)]
             convs |= dict.fromkeys(stems, (width, width, kernel))
     return convs | {"decoder.conv_post": (1, width, 7)}
 

@@ -240,9 +240,7 @@ def _sized(state: StateFile, config: Pathlike | None) -> StateFile:
         try:
             dims = configured(json.loads(Path(config).read_text(encoding="utf-8")))
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise CheckpointError(
-                f"{config} cannot be used as a config of {NAMES[state.kind]}: {error!r}"
-            ) from None
+            raise CheckpointError(f"{config} cannot be used as a config of {NAMES[state.kind]}: {error!r}") from None
         _same_dims(state, dims, str(config))
     return state
 

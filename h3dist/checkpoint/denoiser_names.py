@@ -17,9 +17,7 @@ from h3dist.checkpoint.shapes import Shapes, block_count
 from h3dist.checkpoint.storage import Spec
 from h3dist.errors import CheckpointError
 
-IGNORABLE = re.compile(
-    r"blocks\.\d+\.attn\.to_gate_compress\..*"
-)  # gates of a sparse attention, unused by the dense
+IGNORABLE = re.compile(r"blocks\.\d+\.attn\.to_gate_compress\..*")  # gates of a sparse attention, unused by the dense
 MODALITIES = 3
 CHUNKS = 6  # shift, scale, gate of attention and of the MLP
 PATCH_AREA = 4  # latent pixels of one video row
@@ -101,9 +99,7 @@ def denoiser_table(dims: DenoiserDims) -> dict[str, Spec]:
         table |= _block(f"token_refiner.blocks.{index}", dims)
     for index in range(dims.layers):
         table |= _block(f"blocks.{index}", dims)
-        table |= _linear(
-            f"blocks.{index}.adaln_proj.linear", MODALITIES * CHUNKS * dims.hidden, dims.time_dim
-        )
+        table |= _linear(f"blocks.{index}.adaln_proj.linear", MODALITIES * CHUNKS * dims.hidden, dims.time_dim)
     return table
 
 
@@ -112,9 +108,7 @@ def refuse_banks(path: Path, tensors: Mapping[str, TensorInfo], dims: DenoiserDi
     rows = Shapes(path, tensors).rows("final_layer.video_out.weight")
     count, rest = divmod(rows, PATCH_AREA * dims.video_channels)
     if count > 1 and rest == 0:
-        raise CheckpointError(
-            f"{path}: final_layer.video_out is a bank of {count} heads, which is not supported yet"
-        )
+        raise CheckpointError(f"{path}: final_layer.video_out is a bank of {count} heads, which is not supported yet")
 
 
 def _linear(name: str, rows: int, cols: int) -> dict[str, Spec]:

@@ -105,9 +105,7 @@ def positive(file: TensorFile, name: str) -> None:
         raise CheckpointError(f"{file.path}: {name} holds {bad[0]}; it must be finite and above zero")
 
 
-def _linear(
-    layer: str, tensors: Mapping[str, TensorInfo], spec: Spec, configs: Mapping[str, dict[str, Any]]
-) -> Linear:
+def _linear(layer: str, tensors: Mapping[str, TensorInfo], spec: Spec, configs: Mapping[str, dict[str, Any]]) -> Linear:
     own = {part: tensors[f"{layer}.{part}"] for part in _PARTS if f"{layer}.{part}" in tensors}
     config = configs.get(layer)
     rows, *rest = spec.shape
@@ -182,9 +180,7 @@ def _check_specs(path: Path, due: Mapping[str, Spec], tensors: Mapping[str, Tens
         raise CheckpointError(f"{path}: {len(wrong)} tensors have a wrong shape or dtype: {some(wrong)}")
 
 
-def _check_scalars(
-    file: TensorFile, prefix: str, due: Mapping[str, Spec], tensors: Mapping[str, TensorInfo]
-) -> None:
+def _check_scalars(file: TensorFile, prefix: str, due: Mapping[str, Spec], tensors: Mapping[str, TensorInfo]) -> None:
     for name, spec in due.items():
         if spec.shape == () and tensors[name].dtype == "F32":
             positive(file, prefix + name)

@@ -142,9 +142,7 @@ class TensorFile:
         )
         out = torch.empty((length(ranges), stop - start), dtype=torch.uint8)
         if stop - start == width:
-            self._read_rows(
-                name, info, width, ranges, memoryview(out.numpy()).cast("B") if out.numel() else None
-            )
+            self._read_rows(name, info, width, ranges, memoryview(out.numpy()).cast("B") if out.numel() else None)
         else:
             self._copy_columns(info, width, ranges, (start, stop), out.numpy())
         self.bytes_read += out.numel()
@@ -170,9 +168,7 @@ class TensorFile:
                     raise CheckpointError(f"{self.path}: ended early while reading {name}")
                 position, offset, left = position + done, offset + done, left - done
 
-    def _copy_columns(
-        self, info: TensorInfo, width: int, ranges: Iterable[Range], cols: Range, out: Any
-    ) -> None:
+    def _copy_columns(self, info: TensorInfo, width: int, ranges: Iterable[Range], cols: Range, out: Any) -> None:
         import numpy as np
 
         matrix = np.frombuffer(self._map, np.uint8, info.nbytes, info.start).reshape(-1, width)
@@ -255,15 +251,11 @@ def _check_layout(path: Path, tensors: dict[str, TensorInfo], base: int, size: i
     if end > size:
         raise CheckpointError(f"{path} is truncated: {size} bytes of {end}; download it again")
     if end < size:
-        raise CheckpointError(
-            f"{path} has {size - end} bytes after its last tensor: {size} where {end} are due"
-        )
+        raise CheckpointError(f"{path} has {size - end} bytes after its last tensor: {size} where {end} are due")
     last, position = "the header", base
     for name, info in sorted(tensors.items(), key=lambda item: (item[1].start, item[1].stop)):
         if info.start < position:
             raise CheckpointError(f"{path}: {name!r} overlaps {last}")
         if info.start > position:
-            raise CheckpointError(
-                f"{path}: {info.start - position} bytes before {name!r} belong to no tensor"
-            )
+            raise CheckpointError(f"{path}: {info.start - position} bytes before {name!r} belong to no tensor")
         last, position = repr(name), info.stop

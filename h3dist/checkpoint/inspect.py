@@ -71,7 +71,5 @@ def _linears(state: StateFile) -> Iterator[str]:
 def _others(state: StateFile) -> Counter[str]:
     inside = {f"{layer}.{part}" for layer, linear in state.linears.items() for part in linear.storage.parts()}
     return Counter(
-        info.dtype
-        for name, info in state.tensors.items()
-        if name not in inside and not name.endswith(".comfy_quant")
+        info.dtype for name, info in state.tensors.items() if name not in inside and not name.endswith(".comfy_quant")
     )

@@ -77,9 +77,7 @@ class Nvfp4Weight(Weight):
         """A cut, at columns that are multiples of 16; CheckpointError elsewhere."""
         ranges, cols = cut.row_ranges(self.shape[0]), legal_cols(cut, self.shape)
         across, band = tile_cols(cols), tile_rows(ranges)
-        tiles = self.scales.view(
-            -1, scale_shape(self.shape)[1] // TILE_BLOCKS * TILE_BYTES
-        )  # [tile rows, bytes]
+        tiles = self.scales.view(-1, scale_shape(self.shape)[1] // TILE_BLOCKS * TILE_BYTES)  # [tile rows, bytes]
         tiles = tiles[:, across[0] * TILE_BYTES : across[1] * TILE_BYTES]
         codes = self.codes[:, cols[0] // PAIR : ceil_to(cols[1], BLOCK) // PAIR]
         return replace(
@@ -133,9 +131,7 @@ def swizzle(scales_NB: Tensor) -> Tensor:
     count, blocks = scales_NB.shape
     full = scale_shape((count, blocks * BLOCK))
     grid = pad(scales_NB, (0, full[1] - blocks, 0, full[0] - count))
-    tiles = grid.view(
-        full[0] // TILE_ROWS, 4, 32, full[1] // TILE_BLOCKS, TILE_BLOCKS
-    )  # [R, r//32, r%32, C, c%4]
+    tiles = grid.view(full[0] // TILE_ROWS, 4, 32, full[1] // TILE_BLOCKS, TILE_BLOCKS)  # [R, r//32, r%32, C, c%4]
     return tiles.permute(0, 3, 2, 1, 4).reshape(full)
 
 
@@ -145,9 +141,7 @@ def unswizzle(scales: Tensor, shape: tuple[int, int]) -> Tensor:
 
 
 def _grid(tiles: Tensor, rows: int, blocks: int) -> Tensor:
-    parts = tiles.reshape(
-        rows // TILE_ROWS, blocks // TILE_BLOCKS, 32, 4, TILE_BLOCKS
-    )  # [R, C, r%32, r//32, c%4]
+    parts = tiles.reshape(rows // TILE_ROWS, blocks // TILE_BLOCKS, 32, 4, TILE_BLOCKS)  # [R, C, r%32, r//32, c%4]
     return parts.permute(0, 3, 2, 1, 4).reshape(rows, blocks)
 
 
@@ -159,14 +153,10 @@ def check_scales(weight: Nvfp4Weight, name: str) -> None:
         return
     zero_NB = (unswizzle(weight.scales, weight.shape) & E4M3_NAN) == 0
     rows, blocks = zero_NB.nonzero(as_tuple=True)
-    codes = weight.codes.view(weight.codes.shape[0], -1, BLOCK // PAIR)[
-        rows, blocks
-    ]  # [zero scales, 8 bytes]
+    codes = weight.codes.view(weight.codes.shape[0], -1, BLOCK // PAIR)[rows, blocks]  # [zero scales, 8 bytes]
     lost = int(((codes & MAGNITUDES) != 0).any(dim=1).sum())
     if lost:
-        raise CheckpointError(
-            f"{name}.weight_scale is zero for {lost} blocks of weights that are not: damaged"
-        )
+        raise CheckpointError(f"{name}.weight_scale is zero for {lost} blocks of weights that are not: damaged")
 
 
 @cache

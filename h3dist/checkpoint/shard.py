@@ -84,9 +84,7 @@ def rank_file_bytes(state: DenoiserFile, heads: Range, ffn: Range, *, refiner: b
         "mlp.fc2": fc2_slice(dims, ffn),
     }
     layers = range(dims.layers)
-    sliced = sum(
-        slice_bytes(state, f"blocks.{index}.{name}", cut) for index in layers for name, cut in cuts.items()
-    )
+    sliced = sum(slice_bytes(state, f"blocks.{index}.{name}", cut) for index in layers for name, cut in cuts.items())
     whole = shared_tensors(state) + (text_tensors(state) if refiner else ())
     return sliced + sum(state.tensor_bytes(name) for name in whole)
 
@@ -100,6 +98,4 @@ def shared_tensors(state: DenoiserFile) -> tuple[str, ...]:
 
 def text_tensors(state: DenoiserFile) -> tuple[str, ...]:
     """Tensors that only the rank with the text reads: the text projection and the token refiner."""
-    return tuple(
-        sorted(name for name in state.table if name.startswith(("condition_proj.", "token_refiner.")))
-    )
+    return tuple(sorted(name for name in state.table if name.startswith(("condition_proj.", "token_refiner."))))

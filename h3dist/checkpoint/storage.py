@@ -122,14 +122,10 @@ class Extras:
     def read(self, file: TensorFile, layer: str, cut: Slice, width: int) -> dict[str, Tensor]:
         found = {}
         if self.input_scale:
-            found["input_scale"] = checked(
-                file.read(f"{layer}.input_scale").reshape(()), f"{layer}.input_scale"
-            )
+            found["input_scale"] = checked(file.read(f"{layer}.input_scale").reshape(()), f"{layer}.input_scale")
         if self.pre_quant_dtype:
             name = f"{layer}.pre_quant_scale"
-            found["pre_quant_scale"] = checked(
-                file.read(name, rows=(cut.col_range(width),)), name, signed=True
-            )
+            found["pre_quant_scale"] = checked(file.read(name, rows=(cut.col_range(width),)), name, signed=True)
         return found
 
 
@@ -194,9 +190,7 @@ class Nvfp4:
         codes = file.read_bytes(f"{layer}.weight", rows=ranges, cols=packed)
         row_bytes = scale_shape(self.shape)[1] // TILE_BLOCKS * TILE_BYTES
         across = tuple(column * TILE_BYTES for column in tile_cols(cols))
-        tiles = file.read_bytes(
-            f"{layer}.weight_scale", row_bytes=row_bytes, rows=tile_rows(ranges), cols=across
-        )
+        tiles = file.read_bytes(f"{layer}.weight_scale", row_bytes=row_bytes, rows=tile_rows(ranges), cols=across)
         weight = nvfp4.Nvfp4Weight(
             codes=nvfp4.pad_codes(codes),
             scales=nvfp4.cut_scales(tiles, ranges, cols),
@@ -214,9 +208,7 @@ def checked(scale: Tensor, name: str, signed: bool = False) -> Tensor:
     bad = ~scale.isfinite() | ((scale == 0) if signed else (scale <= 0))
     if bad.any():
         value = scale[bad].flatten()[0].item()
-        raise CheckpointError(
-            f"{name} holds {value}: a scale must be finite and not zero; the file is damaged"
-        )
+        raise CheckpointError(f"{name} holds {value}: a scale must be finite and not zero; the file is damaged")
     return scale
 
 
@@ -238,9 +230,7 @@ FORMATS: dict[str, Callable[[tuple[int, int], Mapping[str, Any], Mapping[str, Te
 }
 
 
-def storage_of(
-    shape: tuple[int, int], config: Mapping[str, Any] | None, parts: Mapping[str, TensorInfo]
-) -> Storage:
+def storage_of(shape: tuple[int, int], config: Mapping[str, Any] | None, parts: Mapping[str, TensorInfo]) -> Storage:
     """How a layer of logical `shape` lies, from its marker (None: plain) and its tensors in the header."""
     if config is None:
         weight = parts.get("weight")

@@ -30,16 +30,12 @@ def code_shape(shape: tuple[int, int]) -> tuple[int, int]:
 
 def scale_shape(shape: tuple[int, int]) -> tuple[int, int]:
     """Nominal shape of the block scales of a matrix of logical `shape`; their bytes are tiles, not rows."""
-    return ceil_to(ceil_to(shape[0], PACK_ROWS), TILE_ROWS), ceil_to(
-        ceil_to(shape[1], BLOCK) // BLOCK, TILE_BLOCKS
-    )
+    return ceil_to(ceil_to(shape[0], PACK_ROWS), TILE_ROWS), ceil_to(ceil_to(shape[1], BLOCK) // BLOCK, TILE_BLOCKS)
 
 
 def tile_rows(ranges: Iterable[Range]) -> tuple[Range, ...]:
     """Rows of tiles that hold the given matrix rows, each once, rising."""
-    touched = {
-        tile for start, stop in merge(ranges) for tile in range(start // TILE_ROWS, -(-stop // TILE_ROWS))
-    }
+    touched = {tile for start, stop in merge(ranges) for tile in range(start // TILE_ROWS, -(-stop // TILE_ROWS))}
     return merge((tile, tile + 1) for tile in sorted(touched))
 
 

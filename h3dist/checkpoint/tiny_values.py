@@ -58,9 +58,7 @@ def low_pass(shape: tuple[int, ...], _: Generator) -> Tensor:
 
 def transposed(gain: float) -> Rule:
     """As `fan_in` for an upsampling convolution [in, out, kernel]: an output sees about half of its taps."""
-    return lambda shape, source: (
-        gain * math.sqrt(2 / (shape[0] * shape[2])) * torch.randn(shape, generator=source)
-    )
+    return lambda shape, source: gain * math.sqrt(2 / (shape[0] * shape[2])) * torch.randn(shape, generator=source)
 
 
 DENOISER: dict[str, Rule] = {

@@ -34,9 +34,7 @@ class VideoDims:
     registers: int
 
 
-RELEASED = VideoDims(
-    (128, 256, 256, 512, 512, 1024), 2, latent=24, width=2048, ffn=8192, layers=36, registers=4
-)
+RELEASED = VideoDims((128, 256, 256, 512, 512, 1024), 2, latent=24, width=2048, ffn=8192, layers=36, registers=4)
 
 
 def video_dims(path: Path, tensors: Mapping[str, TensorInfo]) -> VideoDims:
@@ -115,9 +113,7 @@ def _decoder(dims: VideoDims) -> dict[str, Spec]:
         block = f"decoder.transformer_blocks.{index}"
         vectors = ("norm1.weight", "norm2.weight", "scale1", "scale2")
         table |= {f"{block}.{name}": Spec((width,)) for name in vectors}
-        table |= _linear(f"{block}.attn.to_qkv", 3 * width, width) | _linear(
-            f"{block}.attn.to_out", width, width
-        )
+        table |= _linear(f"{block}.attn.to_qkv", 3 * width, width) | _linear(f"{block}.attn.to_out", width, width)
         table |= _linear(f"{block}.ff.w1", 2 * dims.ffn, width) | _linear(f"{block}.ff.w2", width, dims.ffn)
     return table
 
