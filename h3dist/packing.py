@@ -26,7 +26,6 @@ from h3dist.geometry import AUDIO_LATENT_RATE, FPS, PATCH, SOUND_CHANNELS, Geome
 VIDEO_TAG, TEXT_TAG, AUDIO_TAG = 0, 1, 2
 
 KINDS = ("text", "audio", "video", "kept audio", "kept video")  # "kept" rows are conditions, never stepped
-STREAMS = ("video", "audio", "kept video", "kept audio")  # each has its own time at a step of the schedule
 
 SPATIAL_SCALE = 32  # a square canvas spans [0, 32) on both spatial axes
 TIME_PER_FRAME = AUDIO_LATENT_RATE / FPS  # rotary time: one unit is one audio latent
@@ -37,8 +36,9 @@ FRAMES_PER_LATENT = (1, 4, 4, 4, 4)  # repeating: the video VAE turns 17 frames 
 class Segment:
     """A run of rows [start, stop) of one kind, one noise level and one modality tag.
 
-    kind: where its rows come from, one of KINDS. time: the stream whose time modulates it, one of STREAMS.
-    source: the number of its first row among the rows of its kind.
+    kind: where its rows come from, one of KINDS. time: whose time modulates it, that of the clip's
+    "video" or "audio", or that of its "kept video" or "kept audio" rows. source: the number of its
+    first row among the rows of its kind.
     """
 
     start: int
@@ -230,9 +230,7 @@ def own_segments(packing: Packing, start: int, stop: int) -> tuple[Segment, ...]
         first, last = max(segment.start, start), min(segment.stop, stop)
         if first < last:
             source = segment.source + first - segment.start
-            clipped.append(
-                Segment(first - start, last - start, segment.kind, segment.time, segment.tag, source)
-            )
+            clipped.append(Segment(first - start, last - start, segment.kind, segment.time, segment.tag, source))
     return tuple(clipped)
 
 

@@ -49,9 +49,7 @@ def imported_parts(path: Path) -> set[str]:
 
 def source_files() -> list[Path]:
     return [
-        path
-        for path in sorted(PACKAGE.rglob("*.py"))
-        if path.name != "__main__.py" and path != PACKAGE / "__init__.py"
+        path for path in sorted(PACKAGE.rglob("*.py")) if path.name != "__main__.py" and path != PACKAGE / "__init__.py"
     ]
 
 
@@ -73,11 +71,7 @@ def test_only_the_comm_module_talks_to_other_ranks() -> None:
 
 
 def test_only_topology_reads_rank_variables() -> None:
-    users = {
-        part_of(p)
-        for p in source_files()
-        if '"LOCAL_RANK"' in p.read_text() or '"WORLD_SIZE"' in p.read_text()
-    }
+    users = {part_of(p) for p in source_files() if '"LOCAL_RANK"' in p.read_text() or '"WORLD_SIZE"' in p.read_text()}
     assert users <= {"topology"}
 
 

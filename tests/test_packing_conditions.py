@@ -26,7 +26,8 @@ SONG = Condition("audio", samples=80000)
 
 def rows_of(packing, *kinds):
     """The numbers of all rows of these kinds."""
-    return torch.cat([torch.arange(s.start, s.stop) for s in packing.segments if s.kind in kinds])
+    found = [torch.arange(s.start, s.stop) for s in packing.segments if s.kind in kinds]
+    return torch.cat([torch.arange(0), *found])
 
 
 def equal(packing, expected) -> None:
@@ -36,8 +37,8 @@ def equal(packing, expected) -> None:
     assert torch.equal(rows_of(packing, "kept video", "video"), video)
     assert torch.equal(rows_of(packing, "kept audio", "audio"), audio)
     assert torch.equal(rows_of(packing, "text"), text)
-    counts = {kind: sum(s.stop - s.start for s in packing.segments if s.kind == kind) for kind in ("kept video", "kept audio")}
-    assert counts == {"kept video": kept_video, "kept audio": kept_audio}
+    assert len(rows_of(packing, "kept video")) == kept_video
+    assert len(rows_of(packing, "kept audio")) == kept_audio
 
 
 @pytest.mark.parametrize("anchors", [("first",), ("last",), ("first", "last")])

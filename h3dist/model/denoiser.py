@@ -5,6 +5,8 @@ Shape letters: S all rows, s this rank's rows, L text rows, C hidden, O outputs 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -13,7 +15,7 @@ from h3dist.attention.backend import Attention
 from h3dist.model.block import Run, View, modulated, run_block
 from h3dist.model.exchange import Exchange
 from h3dist.model.linear import Linear, dense_linear
-from h3dist.model.modulation import PAIRS, STREAMS, Modulation
+from h3dist.model.modulation import KEPT_PAIRS, PAIRS, STREAMS, Modulation
 from h3dist.model.rotary import rotation
 from h3dist.model.weights import DenoiserWeights
 from h3dist.packing import Packing, audio_to_rows, own_segments, patchify, rows_to_audio, unpatchify
@@ -23,8 +25,10 @@ from h3dist.plan import Share
 class Denoiser:
     """H3's velocity for one request. Calling it is a step; every rank of the layout calls it together.
 
-    text_rows_LC: the refined text rows, all of them, on every rank. A rank embeds only its own rows, which
-    may be none, and the hidden states never leave it whole: after the last block the outputs are gathered.
+    text_rows_LC: the refined text rows, all of them, on every rank. kept: the rows of the conditions, f32, by
+    kind: "kept video" [n, 96], "kept audio" [n, 32]; the same at every step, and never stepped. A rank embeds
+    only its own rows, which may be none, and the hidden states never leave it whole: after the last block the
+    outputs are gathered.
     """
 
     def __init__(
@@ -37,19 +41,20 @@ class Denoiser:
         attention: Attention,
         text_rows_LC: Tensor,
         linear: Linear = dense_linear,
+        kept: Mapping[str, Tensor] | None = None,
     ) -> None:
         self.weights = weights
         self.packing = packing
         self.modulation = modulation
         self.text_rows_LC = text_rows_LC.to(weights.device, weights.dtype)
+        self.kept = dict(kept or {})
         self.own_rows = share.rows[1] - share.rows[0]
         self.segments = own_segments(packing, *share.rows)
-        self.final_runs = tuple(Run(s.start, s.stop, STREAMS.index(s.time)) for s in self.segments)
+        # Of the outputs only the clip's own are used: other rows may have either stream's final modulation.
+        self.final_runs = tuple(Run(s.start, s.stop, STREAMS.index(_stream(s.kind))) for s in self.segments)
         self.view = View(
-            runs=tuple(Run(s.start, s.stop, PAIRS.index((s.time, s.tag))) for s in self.segments),
-            rotation=rotation(
-                packing.position_ids[slice(*share.group_rows)], weights.inv_freq, weights.dtype
-            ),
+            runs=tuple(Run(s.start, s.stop, (*PAIRS, *KEPT_PAIRS).index((s.time, s.tag))) for s in self.segments),
+            rotation=rotation(packing.position_ids[slice(*share.group_rows)], weights.inv_freq, weights.dtype),
             exchange=exchange,
             attention=attention,
             linear=linear,
@@ -69,7 +74,7 @@ class Denoiser:
 
     def embed(self, video: Tensor, audio: Tensor) -> Tensor:
         """x_sC: this rank's rows, latents projected in float32 and then cast to the compute dtype."""
-        latents = {"video": patchify(video), "audio": audio_to_rows(audio)}
+        latents = {"video": patchify(video), "audio": audio_to_rows(audio), **self.kept}
         x_sC = self.text_rows_LC.new_empty(self.own_rows, self.weights.dims.hidden)
         for segment in self.segments:
             source = slice(segment.source, segment.source + segment.stop - segment.start)
@@ -79,7 +84,7 @@ class Denoiser:
     def _embed_rows(self, kind: str, latents: dict[str, Tensor], source: slice) -> Tensor:
         if kind == "text":
             return self.text_rows_LC[source]
-        layer = {"video": self.weights.video_in, "audio": self.weights.audio_in}[kind]
+        layer = self.weights.video_in if _stream(kind) == "video" else self.weights.audio_in
         return F.linear(latents[kind][source].to(self.weights.device, torch.float32), *layer)
 
     def run_block(self, x_sC: Tensor, block: int, step: int) -> None:
@@ -96,3 +101,8 @@ class Denoiser:
         width = self.weights.video_in.weight.shape[1]
         video = unpatchify(out_SO[self.packing.span("video"), :width], self.packing.geometry)
         return video, rows_to_audio(out_SO[self.packing.span("audio"), width:])
+
+
+def _stream(kind: str) -> str:
+    """Of which kind a row of latents is, the clip's own or a condition's."""
+    return "audio" if kind.endswith("audio") else "video"

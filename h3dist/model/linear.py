@@ -89,9 +89,7 @@ def fp4_matmul(x_MK: Tensor, scale: Tensor, weight: Nvfp4Weight, kernels: Fp4Ker
     """y_MN from an activation quantised with the per-tensor `scale`, padded for the kernels and cropped."""
     packed = weight.codes.shape[1]  # bytes a row: two columns each
     missing = -packed % (GEMM_COLUMNS // 2)
-    codes_x, scales_x = kernels.quantize(
-        F.pad(x_MK, (0, 2 * (packed + missing) - x_MK.shape[1])), scale, pad_16x=True
-    )
+    codes_x, scales_x = kernels.quantize(F.pad(x_MK, (0, 2 * (packed + missing) - x_MK.shape[1])), scale, pad_16x=True)
     y = kernels.matmul(
         codes_x,
         F.pad(weight.codes, (0, missing)),

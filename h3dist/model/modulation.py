@@ -4,6 +4,8 @@ A block's projection turns one time into 3 modalities x 6 chunks x C; a step nee
 time, modality) pairs. For a full checkpoint these projections hold a third of all parameters: each is read,
 used and dropped before the next.
 
+Rows of keyframes and references ("kept" rows) have times of their own, and pairs only where there are such rows.
+
 Shape letters: n steps, R pairs of stream time and modality, C hidden, Z the width of the time representation.
 """
 
@@ -19,10 +21,12 @@ from torch import Tensor
 
 from h3dist.checkpoint.comfy import DenoiserFile
 from h3dist.checkpoint.shard import read_tensor
+from h3dist.conditions import AUDIO_TIME, VISUAL_TIME
 from h3dist.model.weights import read_dense, read_projection
 from h3dist.packing import AUDIO_TAG, TEXT_TAG, VIDEO_TAG
 
 PAIRS = (("video", VIDEO_TAG), ("video", TEXT_TAG), ("audio", AUDIO_TAG))  # rows of a block's table
+KEPT_PAIRS = (("kept video", VIDEO_TAG), ("kept audio", AUDIO_TAG))  # and its last rows, with conditions
 STREAMS = ("video", "audio")  # rows of the final table, which knows no modality
 CHUNKS = 6  # shift, scale, gate for attention; then for the feed-forward half
 SCALES = (1, 4)  # which of them are scales; the tables hold 1 + scale
@@ -32,7 +36,7 @@ MAX_PERIOD = 10000.0
 
 @dataclass(frozen=True)
 class Modulation:
-    """blocks: a table [n, R, 6, C] for each block; final: [n, 2, 2, C]; in the compute dtype."""
+    """blocks: for each a table [n, R, 6, C], R 3 or with conditions 5; final [n, 2, 2, C]; in the compute dtype."""
 
     blocks: tuple[Tensor, ...]
     final: Tensor
@@ -45,14 +49,22 @@ def tables(
     *,
     device: torch.device | str,
     dtype: torch.dtype,
+    kept: bool = False,
 ) -> Modulation:
     """The tables of a schedule with the video at times_v [n] and the audio at times_a [n], t = 1 - sigma.
+
+    `kept`: the sequence holds conditions; a visual one's time is 0.999, or the video's where that is later, and
+    a sound's is 1 (both contracts).
 
     Curve form: W c(t) + b in float32. Full form: W silu(e(t)) + b, with e and silu in float32 and their
     result cast to the compute dtype, in which the projection runs. (Comfy checkpoint format, AdaLN forms.)
     """
-    both = represent(dfile, (*times_v, *times_a), device=device, dtype=dtype)
-    represented = dict(zip(STREAMS, both.split([len(times_v), len(times_a)]), strict=True))
+    times = {"video": tuple(times_v), "audio": tuple(times_a)}
+    if kept:
+        times["kept video"] = tuple(max(time, VISUAL_TIME) for time in times_v)
+        times["kept audio"] = (AUDIO_TIME,) * len(times_v)
+    every = represent(dfile, sum(times.values(), ()), device=device, dtype=dtype)
+    represented = dict(zip(times, every.split([len(part) for part in times.values()]), strict=True))
     names = [f"blocks.{index}.adaln_proj.linear" for index in range(dfile.dims.layers)]
     return Modulation(
         blocks=tuple(_block_table(dfile, name, represented).to(dtype) for name in names),
@@ -66,7 +78,8 @@ def _block_table(dfile: DenoiserFile, name: str, represented: dict[str, Tensor])
     band = CHUNKS * dfile.dims.hidden
     rows = [
         F.linear(represented[stream], weight[tag * band :][:band], bias[tag * band :][:band])
-        for stream, tag in PAIRS
+        for stream, tag in (*PAIRS, *KEPT_PAIRS)
+        if stream in represented
     ]
     table = torch.stack(rows, dim=1).unflatten(2, (CHUNKS, -1))
     table[:, :, SCALES] += 1
@@ -86,9 +99,7 @@ def _projection(dfile: DenoiserFile, name: str, like: Tensor) -> tuple[Tensor, T
     return weight, read_tensor(dfile, f"{name}.bias").to(like)
 
 
-def represent(
-    dfile: DenoiserFile, times: Sequence[float], *, device: torch.device | str, dtype: torch.dtype
-) -> Tensor:
+def represent(dfile: DenoiserFile, times: Sequence[float], *, device: torch.device | str, dtype: torch.dtype) -> Tensor:
     """What the AdaLN projections see of each time, [n, Z]: a curve point (f32) or silu(e(t)) in dtype."""
     t_n = torch.tensor(times, dtype=torch.float32, device=device)
     if dfile.dims.form == "curve":

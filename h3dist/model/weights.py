@@ -75,9 +75,7 @@ def load_denoiser(
         video_in=read_projection(dfile, "video_patch_proj", device),
         audio_in=read_projection(dfile, "audio_patch_proj", device),
         final_norm=read_tensor(dfile, "final_layer.norm.weight").to(device, dtype),
-        heads=Projection(
-            torch.cat([head.weight for head in heads]), torch.cat([head.bias for head in heads])
-        ),
+        heads=Projection(torch.cat([head.weight for head in heads]), torch.cat([head.bias for head in heads])),
         inv_freq=read_tensor(dfile, "rope.inv_freq").to(device, torch.float32),
     )
 
