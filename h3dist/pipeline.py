@@ -171,9 +171,7 @@ def agree_on_setting(site: Site, dfile: DenoiserFile) -> None:
 
 def plan_for(site: Site, resolved: Resolved, facts: Facts) -> Plan:
     """The plan as this rank computes it. Raises `PlanError` where it does not fit this rank's memory."""
-    capability = None
-    if site.device.type == "cuda":
-        capability = min(device.capability for device in visible_devices())
+    capability = lowest_capability(site.device)
     plan = plan_on(
         site.config, resolved, facts, site.comm.layout, device=site.device.type, capability=capability
     )
@@ -181,6 +179,13 @@ def plan_for(site: Site, resolved: Resolved, facts: Facts) -> Plan:
     if free is not None:
         check_memory(plan, [free] * plan.layout.world)
     return plan
+
+
+def lowest_capability(device: torch.device) -> tuple[int, int] | None:
+    """Of the GPUs that ranks use, the same on every rank; None on a CPU."""
+    if device.type != "cuda":
+        return None
+    return min(gpu.capability for gpu in visible_devices())
 
 
 def schedule_of(config: Config, steps: int) -> Schedule:
@@ -266,16 +271,16 @@ def denoiser(site: Site, packed: Packed) -> Denoiser:
     """This rank's denoiser, tied to its peers by the exchange."""
     prepared, plan = packed.prepared, packed.prepared.started.plan
     exchange = site.comm.exchange(plan)
-    capability = torch.cuda.get_device_capability(site.device) if plan.amax else None
+    weights, capability = prepared.weights, lowest_capability(site.device)
     return Denoiser(
-        prepared.weights,
+        weights,
         packed.packing,
         plan.shares[site.ranks.rank],
         prepared.modulation,
         exchange,
-        attention_backend(plan.attention, site.device, prepared.weights.dtype),
+        attention_backend(plan.attention, site.device, weights.dtype),
         prepared.rows_LC,
-        choose_linear(capability, exchange) if plan.amax else dense_linear,
+        choose_linear(capability, exchange, weights.dtype) if plan.fp4 else dense_linear,
     )
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from h3dist.config import Config
 from h3dist.errors import ConfigError
-from h3dist.plan import Layout, Plan, check_memory, fits, make_layout, make_plan, released_dims
+from h3dist.plan import Layout, Plan, check_memory, fits, fp4_linears, make_layout, make_plan, released_dims
 from h3dist.request import Resolved, parse_request, resolve
 from h3dist.sampling.schedules import evaluations
 from h3dist.text.tokenizer import count_tokens
@@ -19,7 +19,6 @@ from h3dist.topology import Device, auto_world, free_host_memory, visible_device
 if TYPE_CHECKING:
     from h3dist.checkpoint.comfy import DenoiserDims, DenoiserFile, Slots
 
-FP4_CAPABILITY = (10, 0)
 HOST_RESERVE = 1 << 28  # a rank's Python and torch on a CPU
 CHARACTERS_PER_TOKEN = 4  # of English; without a tokenizer the plan estimates
 
@@ -186,17 +185,20 @@ def plan_on(
         beta_b=sampler.beta_b,
     )
     options = {} if device == "cuda" else {"reserve": HOST_RESERVE}
+    dtype = compute_dtype(config, device)
+    fp4, amax = fp4_linears(facts.dims, facts.dfile, capability, dtype)
     return make_plan(
         resolved,
         facts.dims,
         facts.text_rows,
         layout,
-        dtype=compute_dtype(config, device),
+        dtype=dtype,
         attention=config.attention.name,
         steps=steps,
         dfile=facts.dfile,
         mode=config.parallel.mode,
-        amax=needs_amax(facts.dfile, capability),
+        fp4=fp4,
+        amax=amax,
         files=dict(facts.sizes),
         **options,
     )
@@ -207,13 +209,6 @@ def compute_dtype(config: Config, device: str) -> str:
     if config.runtime.dtype != "auto":
         return config.runtime.dtype
     return "bfloat16" if device == "cuda" else "float32"
-
-
-def needs_amax(dfile: "DenoiserFile | None", capability: tuple[int, int] | None) -> bool:
-    """Whether ranks agree on activation scales: NVFP4 layers on compute capability 10 and later."""
-    if dfile is None or capability is None or capability < FP4_CAPABILITY:
-        return False
-    return any(layer["format"] == "nvfp4" for layer in dfile.formats.values())
 
 
 def check_backend(config: Config, device: str) -> str:

@@ -49,7 +49,7 @@ def plan_of(layout: Layout, rows: int, dtype: str = "float32") -> Plan:
     """A plan for a sequence of `rows` rows, one of them text."""
     clip = SimpleNamespace(audio_rows=0, video_rows=rows - 1, width=32, height=32)
     asked = SimpleNamespace(geometry=clip, notes=())
-    return make_plan(asked, DIMS, 1, layout, dtype=dtype, attention="sdpa", steps=STEPS, amax=True)
+    return make_plan(asked, DIMS, 1, layout, dtype=dtype, attention="sdpa", steps=STEPS, amax=4 * DIMS.layers)
 
 
 class Whole:

@@ -194,12 +194,12 @@ def test_tensor_sends_its_padding_and_amax_only_where_asked():
             "amax": 0,
             "outputs": 4 * 117 * 128 * 4 * 5,
         }
-    quantised = plan_of(Layout(tp=6), resolved=SMALL, dims=TINY, text_rows=61, dtype="float32", amax=True)
+    quantised = plan_of(Layout(tp=6), resolved=SMALL, dims=TINY, text_rows=61, dtype="float32", amax=12)
     assert {share.sent["amax"] for share in quantised.shares} == {3 * 4 * 4 * 4 * 5}
 
 
 def test_one_rank_sends_nothing():
-    plan = plan_of(Layout(), amax=True)
+    plan = plan_of(Layout(), amax=200)
     assert plan.shares[0].sent == dict.fromkeys(LABELS, 0)
 
 
@@ -253,7 +253,7 @@ def test_the_digest_depends_on_everything_and_is_the_same_every_time():
         plan_of(Layout(sp=3, tp=2), steps=13),
         plan_of(Layout(sp=3, tp=2), dtype="float32"),
         plan_of(Layout(sp=3, tp=2), attention="sdpa_cudnn"),
-        plan_of(Layout(sp=3, tp=2), amax=True),
+        plan_of(Layout(sp=3, tp=2), amax=200),
     ]
     assert len({plan.digest, *(other.digest for other in others)}) == 7
     assert json.loads(json.dumps(plan.as_dict())) == plan.as_dict()

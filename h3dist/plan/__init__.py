@@ -13,7 +13,7 @@ from h3dist.plan.layout import (
 )
 from h3dist.plan.plan import Plan, Share, make_plan
 from h3dist.plan.traffic import LABELS
-from h3dist.plan.weights import released_dims
+from h3dist.plan.weights import fp4_linears, released_dims
 
 __all__ = [
     "LABELS",
@@ -25,6 +25,7 @@ __all__ = [
     "check_memory",
     "ffn_split",
     "fits",
+    "fp4_linears",
     "make_layout",
     "make_plan",
     "released_dims",

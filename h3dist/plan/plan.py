@@ -52,7 +52,8 @@ class Plan:
     steps: int  # evaluations of the model
     dtype: str
     attention: str
-    amax: bool  # one activation scale is agreed by all ranks for each quantised linear
+    fp4: int  # linears computed in FP4, all blocks together
+    amax: int  # those of them whose activation scale all ranks agree on
     stored: Stored
     shares: tuple[Share, ...]
     memory: tuple[dict[str, int], ...]  # bytes of each rank at each stage, estimated
@@ -91,17 +92,18 @@ def make_plan(
     steps: int,
     dfile: "DenoiserFile | None" = None,
     mode: str | None = None,
-    amax: bool = False,
+    fp4: int = 0,
+    amax: int = 0,
     files: dict[str, int] | None = None,
     reserve: int = CUDA_RESERVE,
 ) -> Plan:
     """The plan of `resolved` for a prompt of `text_rows` tokens on `layout`.
 
     `steps` counts evaluations; `dfile` is the opened denoiser (without it, released NVFP4 storage is
-    assumed); `mode` is what the user asked for; `amax` says that activations are quantised, as they are for
-    NVFP4 layers on compute capability 10 and up; `files` gives the bytes of "text_encoder", "video_vae" and
-    "audio_vae" where known; `reserve` is what a process takes before anything of ours, in bytes. Raises
-    PlanError and ConfigError.
+    assumed); `mode` is what the user asked for; `fp4` counts the linears whose activations are quantised too,
+    `amax` those of them that need all ranks to agree on a scale (see `weights.fp4_linears`); `files` gives the
+    bytes of "text_encoder", "video_vae" and "audio_vae" where known; `reserve` is what a process takes before
+    anything of ours, in bytes. Raises PlanError and ConfigError.
     """
     if dtype not in ELEMENT_BYTES:
         raise ConfigError(f"runtime.dtype={dtype!r}{nearest(dtype, ELEMENT_BYTES)}; use {' or '.join(ELEMENT_BYTES)}")
@@ -121,6 +123,7 @@ def make_plan(
         steps=steps,
         dtype=dtype,
         attention=attention,
+        fp4=fp4,
         amax=amax,
         stored=stored,
         shares=shares,

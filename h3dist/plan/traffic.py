@@ -9,7 +9,7 @@ padding at the tail is sent too, hence counted):
     rows.reduce   2 * w * hidden * e * (tp - 1)       a block, after both
     heads.to      3 * g * (Ht - h) * D * e            a block: q, k and v for the other ranks' heads
     heads.from    (S - g) * h * D * e                 a block: my heads of the other ranks' rows
-    amax          4 * 4 * (n - 1)                     a block, one float for each of the four linears
+    amax          4 * (n - 1)                         a quantised linear, one float
     outputs       ceil(S / n) * O * 4 * (n - 1)       an evaluation: O = 128 float32 for the two heads
 
 so Ulysses (tp = 1, g = s_r, Ht = H) sends (3 s_r (H - h_r) + (S - s_r) h_r) D e a block; where all divides,
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 LABELS = ("text", "rows.gather", "rows.reduce", "heads.to", "heads.from", "amax", "outputs")
 ELEMENT_BYTES = {"float32": 4, "bfloat16": 2}
 FLOAT = 4
-LINEARS = 4  # quantised linears a block
 
 
 @dataclass(frozen=True)
@@ -40,7 +39,7 @@ class Work:
     text_rows: int  # L
     steps: int  # evaluations of the model
     element: int  # bytes of an element of the compute dtype
-    amax: bool  # activations are quantised, with one scale agreed by all ranks
+    amax: int  # linears whose activations are quantised with a scale that all ranks agree on, all blocks together
 
     @property
     def chunk(self) -> int:
@@ -64,6 +63,6 @@ def sent(work: Work, *, first: bool, group_rows: int, tp_heads: int, heads: int)
         "rows.reduce": blocks * wire,
         "heads.to": blocks * 3 * group_rows * (tp_heads - heads) * one_head,
         "heads.from": blocks * (work.rows - group_rows) * heads * one_head,
-        "amax": blocks * LINEARS * FLOAT * (layout.ranks - 1) if work.amax else 0,
+        "amax": work.steps * work.amax * FLOAT * (layout.ranks - 1),
         "outputs": work.steps * work.chunk * outputs * FLOAT * (layout.ranks - 1),
     }

@@ -5,8 +5,9 @@ from the released sizes in the form "Comfy checkpoint format, pruned, NVFP4": 4-
 scale for 16 weights.
 """
 
+from collections.abc import Mapping
 from math import prod
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from h3dist.plan.layout import Span
 
@@ -17,6 +18,7 @@ NVFP4_BYTES = 9 / 16  # of one weight: half a byte of code, a sixteenth of a sca
 F32, BF16 = 4, 2
 TIMESTEPS = 2  # distinct times of one evaluation: the video's and the sound's
 MODULATED = 3  # (modality, time) pairs in use: video rows, text rows, audio rows
+FP4_CAPABILITY = (10, 0)
 LINEARS = ("attn.qkv_proj", "attn.out_proj", "mlp.fc1", "mlp.fc2")
 
 
@@ -94,5 +96,32 @@ def bytes_per_weight(dims: "DenoiserDims", dfile: "DenoiserFile | None") -> floa
         return NVFP4_BYTES
     from h3dist.checkpoint.shard import Slice, slice_bytes
 
-    names = (f"blocks.{block}.{name}" for block in range(dims.layers) for name in LINEARS)
-    return sum(slice_bytes(dfile, name, Slice()) for name in names) / linear_weights(dims, dims.heads, dims.ffn)
+    stored = sum(slice_bytes(dfile, name, Slice()) for name in block_linears(dims))
+    return stored / linear_weights(dims, dims.heads, dims.ffn)
+
+
+def block_linears(dims: "DenoiserDims") -> tuple[str, ...]:
+    """The names of the blocks' linears, without prefix."""
+    return tuple(f"blocks.{block}.{name}" for block in range(dims.layers) for name in LINEARS)
+
+
+def fp4_linears(
+    dims: "DenoiserDims", dfile: "DenoiserFile | None", capability: tuple[int, int] | None, dtype: str
+) -> tuple[int, int]:
+    """How many of the blocks' linears run as FP4 products, and how many of those agree on an activation scale.
+
+    `capability` is the lowest of the ranks' devices, None on a CPU. FP4 products exist from capability 10 on and
+    for 16-bit results; they take NVFP4 weights unless the layer's marker asks for full precision. A layer that
+    stores its `input_scale` needs no agreement. Without a file: the released NVFP4 form, where none has one.
+    """
+    if capability is None or capability < FP4_CAPABILITY or dtype != "bfloat16":
+        return 0, 0
+    names = block_linears(dims)
+    if dfile is None:
+        return len(names), len(names)
+    fp4 = [name for name in names if _quantises(dfile.linears[name].config)]
+    return len(fp4), sum(f"{name}.input_scale" not in dfile.tensors for name in fp4)
+
+
+def _quantises(marker: Mapping[str, Any] | None) -> bool:
+    return marker is not None and marker["format"] == "nvfp4" and not marker["full_precision_matrix_mult"]
