@@ -154,9 +154,12 @@ def conf_dir() -> Path:
     return next(path for path in places if (path / "config.yaml").is_file())
 
 
-def register_schema() -> None:
-    """Let Hydra find the types of `conf/config.yaml`; an entrypoint calls it before Hydra reads the files."""
-    ConfigStore.instance().store("schema", node=Config)
+def register_schema(schema: type[Config] = Config) -> None:
+    """Let Hydra find the types of `conf/config.yaml`; an entrypoint calls it before Hydra reads the files.
+
+    An entrypoint with more keys has a `schema` that adds them to `Config`.
+    """
+    ConfigStore.instance().store("schema", node=schema)
 
 
 def group_choices(group: str) -> tuple[str, ...]:
@@ -164,16 +167,16 @@ def group_choices(group: str) -> tuple[str, ...]:
     return tuple(sorted(path.stem for path in (conf_dir() / group).glob("*.yaml")))
 
 
-def compose(overrides: Sequence[str]) -> Config:
-    """The configuration that the files, the environment and `overrides` give.
+def compose(overrides: Sequence[str], name: str = "config", schema: type[Config] = Config) -> Config:
+    """The configuration that the file `name`, the environment and `overrides` give, as a `schema`.
 
     Raises ConfigError, or RequestError for a request field, with the nearest name; at most one error is told.
     """
-    check_overrides(overrides)
-    register_schema()
+    check_overrides(overrides, schema)
+    register_schema(schema)
     try:
         with initialize_config_dir(str(conf_dir()), version_base="1.3"):
-            composed = hydra_compose("config", overrides=list(overrides))
+            composed = hydra_compose(name, overrides=list(overrides))
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError(_in_words(error)) from error
     return to_config(composed, overrides)
@@ -196,12 +199,12 @@ def to_config(composed: DictConfig, overrides: Sequence[str]) -> Config:
     return config
 
 
-def check_overrides(overrides: Sequence[str]) -> None:
+def check_overrides(overrides: Sequence[str], schema: type[Config] = Config) -> None:
     """Raise for the first override that is malformed, names no key or group, or leaves a prompt unquoted."""
-    keys = _keys(Config)
+    keys = config_keys(schema)
     groups = [path.name for path in conf_dir().iterdir() if path.is_dir()]
     seen: set[str] = set()
-    for override in map(_parse, overrides):
+    for override in map(parse_override, overrides):
         name = override.key_or_group
         if name in groups:
             _check_group(override, seen)
@@ -209,7 +212,8 @@ def check_overrides(overrides: Sequence[str]) -> None:
             _check_key(override, keys, groups)
 
 
-def _parse(text: str) -> Override:
+def parse_override(text: str) -> Override:
+    """One override as Hydra's grammar reads it. Raises ConfigError where it does not, or where it is a sweep."""
     try:
         override = OverridesParser.create().parse_override(text)
     except HydraException as error:
@@ -218,7 +222,9 @@ def _parse(text: str) -> Override:
             "and a prompt is one quoted argument"
         ) from None
     if override.is_sweep_override():
-        raise ConfigError(f"{text}: a list of values is not taken here; quote a value that holds commas")
+        raise ConfigError(
+            f"{text}: values are not swept; a list stands in [brackets], a value that holds commas in quotes"
+        )
     return override
 
 
@@ -246,19 +252,19 @@ def _check_key(override: Override, keys: Mapping[str, bool], groups: Sequence[st
         raise ConfigError(f"{override.input_line}: a prompt here must be a quoted string; {NOT_FROM_TEXT}")
 
 
-def _keys(section: type, prefix: str = "") -> dict[str, bool]:
+def config_keys(section: type, prefix: str = "") -> dict[str, bool]:
     """Every dotted key below a dataclass; True for a value, False for a section."""
     keys: dict[str, bool] = {}
     for item in fields(section):
         keys[prefix + item.name] = not is_dataclass(item.type)
         if is_dataclass(item.type):
-            keys |= _keys(item.type, f"{prefix}{item.name}.")
+            keys |= config_keys(item.type, f"{prefix}{item.name}.")
     return keys
 
 
 def _quoted_prompt(overrides: Sequence[str]) -> str | None:
     """The text of the last `request.prompt='...'`, untouched by OmegaConf."""
-    parsed = [item for item in map(_parse, overrides) if item.key_or_group == "request.prompt"]
+    parsed = [item for item in map(parse_override, overrides) if item.key_or_group == "request.prompt"]
     return parsed[-1]._value.text if parsed else None
 
 

@@ -5,11 +5,8 @@ session of its own. So the launcher reads the ranks' status files, tells the fir
 is left (`processes.py`).
 """
 
-import re
 import shutil
 import sys
-import tempfile
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -21,12 +18,7 @@ from h3dist.job import make_job, write_job
 from h3dist.plan import Layout
 from h3dist.processes import Outcome, launch_ranks, on_signals
 from h3dist.topology import threads_per_rank, visible_devices
-
-# torchrun's own log goes to a file, while the ranks that it starts keep the terminal's descriptors.
-TORCHRUN = (
-    "import sys; sys.stdout = sys.stderr = open(sys.argv.pop(1), 'w', buffering=1); "
-    "from torch.distributed.run import main; main()"
-)
+from h3dist.torchrun import run_folder, torchrun
 
 
 @dataclass(frozen=True)
@@ -71,26 +63,6 @@ def _run(made: dict[str, Any], job: Job, config: Config, layout: Layout) -> int:
         log=folder / "torchrun.log",
     )
     return report(outcome, folder, layout.world, job.verbose)
-
-
-def torchrun(folder: Path, world: int, module: str, arguments: Sequence[str]) -> list[str]:
-    """The command that starts `module` on `world` ranks of this machine, meeting at a free port.
-
-    Rank 0 keeps the terminal; the other ranks' output and torchrun's own go to files in `folder`. torchrun
-    expands `$` in arguments, so each is doubled to arrive as written.
-    """
-    redirects = ",".join(f"{rank}:{3 if rank else 0}" for rank in range(world))
-    options = ["--standalone", f"--nproc-per-node={world}", "--max-restarts=0", f"--redirects={redirects}"]
-    start = [sys.executable, "-c", TORCHRUN, str(folder / "torchrun.log"), *options]
-    escaped = [argument.replace("$", "$$") for argument in arguments]
-    return [*start, f"--log-dir={folder}/logs", "-m", module, *escaped]
-
-
-def run_folder() -> Path:
-    """A fresh private folder for one run's job, status and logs, whose path is legal in an override."""
-    parent = tempfile.gettempdir()
-    plain = re.fullmatch(r"[A-Za-z0-9_./-]+", parent)
-    return Path(tempfile.mkdtemp(prefix="h3dist-", dir=parent if plain else "/tmp"))
 
 
 def check_devices(config: Config, world: int) -> None:

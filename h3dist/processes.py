@@ -27,10 +27,14 @@ CONSEQUENCES = (1, RankError.exit_code)  # exit codes of what another rank's dea
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a run ended: its exit code, and the first cause where it failed by itself."""
+    """How a run ended: its exit code, and the first cause where it failed by itself.
+
+    `overdue` says that it was ended because its time was up.
+    """
 
     exit_code: int
     cause: Cause | None = None
+    overdue: bool = False
 
 
 def launch_ranks(
@@ -41,12 +45,14 @@ def launch_ranks(
     *,
     environ: Mapping[str, str],
     log: Path,
+    limit: float = float("inf"),
 ) -> Outcome:
     """Run `command`, which starts `world` ranks that report to `status_dir` (made here), to its end.
 
     SIGINT, SIGTERM and SIGHUP are forwarded to it. What still runs 8 s after the first failure, death or
-    signal is killed, at a second signal at once; then the temporary files `parts` are removed. No process of
-    the run is left on return. `log` is torchrun's own, for the signal that killed a rank.
+    signal is killed, at a second signal at once, and so is a run of more than `limit` seconds; then the
+    temporary files `parts` are removed. No process of the run is left on return. `log` is torchrun's own, for
+    the signal that killed a rank.
     """
     status_dir.mkdir()
     received: list[int] = []
@@ -55,7 +61,8 @@ def launch_ranks(
             command, stdin=subprocess.DEVNULL, start_new_session=True, env={**os.environ, **environ}
         )
         try:
-            culprit = _watch(process, status_dir, world, received)
+            culprit = _watch(process, status_dir, world, received, time.monotonic() + limit)
+            overdue = process.poll() is None and culprit is None and not received
         finally:
             end_ranks(process, status_dir, world)
             remove(parts)
@@ -63,6 +70,8 @@ def launch_ranks(
             return Outcome(0)
         if culprit is None and received:
             return Outcome(128 + received[0])
+        if overdue:
+            return Outcome(RankError.exit_code, _overdue(status_dir, world, limit), overdue=True)
         cause = _cause(culprit, log) if culprit else _unexplained(process.returncode, log)
         return Outcome(cause.exit_code, cause)
 
@@ -80,10 +89,10 @@ def on_signals(handler: Callable[[int, FrameType | None], object]) -> Iterator[N
 
 
 def _watch(
-    process: subprocess.Popen[bytes], status_dir: Path, world: int, received: list[int]
+    process: subprocess.Popen[bytes], status_dir: Path, world: int, received: list[int], deadline: float
 ) -> Status | None:
     """Wait for the command's end, or until its time is up. Gives the rank that failed first, if one did."""
-    culprit, deadline, forwarded = None, float("inf"), 0
+    culprit, forwarded = None, 0
     while process.poll() is None and time.monotonic() < deadline:
         time.sleep(LOOK_SECONDS)
         if not forwarded:
@@ -129,12 +138,17 @@ def _cause(culprit: Status, log: Path) -> Cause:
     return Cause("RankError", message, RankError.exit_code, culprit.rank, culprit.stage)
 
 
+def _overdue(status_dir: Path, world: int, limit: float) -> Cause:
+    """The run's time was up: what each rank was doing then."""
+    stages = {status.rank: status.stage or "no stage yet" for status in load_all(status_dir, world)}
+    told = ", ".join(f"rank {rank} in {stages.get(rank, 'its start, without a word')}" for rank in range(world))
+    return Cause("RankError", f"still running after {limit:g} s: {told}", RankError.exit_code)
+
+
 def _unexplained(code: int, log: Path) -> Cause:
     """No rank said that it failed, and not all said that they were done."""
     last = next((line for line in reversed(_text(log).splitlines()) if line.strip()), "no word in its log")
-    return Cause(
-        "RankError", f"torchrun ended with code {code} and left ranks undone: {last}", RankError.exit_code
-    )
+    return Cause("RankError", f"torchrun ended with code {code} and left ranks undone: {last}", RankError.exit_code)
 
 
 def _text(log: Path) -> str:

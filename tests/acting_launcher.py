@@ -5,8 +5,9 @@ import sys
 import time
 from pathlib import Path
 
-from h3dist.launcher import report, run_folder, torchrun
+from h3dist.launcher import report
 from h3dist.processes import launch_ranks
+from h3dist.torchrun import run_folder, torchrun
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # whatever the test run was started from
 scratch, parts = Path(sys.argv[1]), sys.argv[2]

@@ -17,10 +17,11 @@ import pytest
 from h3dist.config import compose
 from h3dist.errors import NumericsError, OutputError, PlanError, RankError, RequestError
 from h3dist.job import make_job, read_job, write_job
-from h3dist.launcher import check_devices, report, torchrun
+from h3dist.launcher import check_devices, report
 from h3dist.outputs import Outputs
 from h3dist.processes import Outcome, first_culprit, launch_ranks
 from h3dist.status import Cause, StatusFile, birth, load_rank
+from h3dist.torchrun import torchrun
 
 TESTS = Path(__file__).parent
 PYTHONPATH = f"{TESTS.parent}:{TESTS}"
@@ -81,10 +82,7 @@ class Run:
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    started = {
-        name: Run(tmp_path_factory.mktemp(name), parts, "$$5", "${local_rank}")
-        for name, parts in CAST.items()
-    }
+    started = {name: Run(tmp_path_factory.mktemp(name), parts, "$$5", "${local_rank}") for name, parts in CAST.items()}
     yield started
     for run in started.values():
         run.process.kill()
@@ -104,10 +102,7 @@ def test_a_killed_rank_is_named_with_its_signal(runs):
     code, _, complained = runs["killed"].end()
     pid = next(iter(json.loads((runs["killed"].scratch / "pid1").read_text())))
     assert code == 7
-    assert (
-        complained.splitlines()[0]
-        == f"h3dist: error: RankError on rank 1: process {pid} was killed by SIGKILL"
-    )
+    assert complained.splitlines()[0] == f"h3dist: error: RankError on rank 1: process {pid} was killed by SIGKILL"
     assert not (runs["killed"].scratch / "video.part").exists()
 
 
@@ -181,6 +176,14 @@ def test_a_command_that_starts_no_rank(tmp_path):
     outcome = launch_ranks(["false"], tmp_path / "status", 2, [], environ={}, log=log)
     assert outcome.exit_code == 7
     assert "code 1" in outcome.cause.message and "ImportError: no torch" in outcome.cause.message
+
+
+def test_a_run_over_its_limit_is_ended(tmp_path):
+    started = time.monotonic()
+    outcome = launch_ranks(["sleep", "60"], tmp_path / "status", 2, [], environ={}, log=tmp_path / "log", limit=0.5)
+    assert time.monotonic() - started < 4
+    assert outcome.overdue and outcome.exit_code == 7
+    assert outcome.cause.message.startswith("still running after 0.5 s: rank 0 in its start, without a word, rank 1")
 
 
 def test_a_second_signal_kills_at_once(tmp_path):
