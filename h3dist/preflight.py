@@ -79,7 +79,12 @@ def plan_run(
     machine = Machine.of(config, world)
     made = _plan(config, resolved, facts, machine, world)
     check_memory(made, machine.free)
-    return made, slots.notes
+    return made, _worth_telling(slots)
+
+
+def _worth_telling(slots: "Slots") -> tuple[str, ...]:
+    """Notes on the files, but for the video VAE's unused mask token, which every such file has."""
+    return tuple(note for note in slots.notes if note not in slots.video_vae.notes)
 
 
 def plan_ahead(
