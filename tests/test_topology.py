@@ -96,7 +96,7 @@ def test_devices_agree_with_each_other():
 
 
 def test_auto_world_counts_visible_gpus(monkeypatch):
-    monkeypatch.setattr("h3dist.topology.devices", lambda: FOUR)
+    monkeypatch.setattr("h3dist.topology.gpus.devices", lambda: FOUR)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3")
     assert (auto_world("cuda"), auto_world("auto"), auto_world("cpu")) == (2, 2, 1)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
