@@ -32,6 +32,13 @@ class Axis:
         start = self.starts[index] // LATENT_PIXELS
         return start, start + self.size // LATENT_PIXELS
 
+    def in_latents(self) -> "Axis":
+        """The same tiles with all lengths counted in latents."""
+        starts, overlaps = (
+            tuple(pixels // LATENT_PIXELS for pixels in lengths) for lengths in (self.starts, self.overlaps)
+        )
+        return Axis(starts, self.size // LATENT_PIXELS, overlaps)
+
 
 @dataclass(frozen=True)
 class Chunk:

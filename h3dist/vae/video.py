@@ -17,6 +17,7 @@ from h3dist.errors import ConfigError, NumericsError, RequestError
 from h3dist.geometry import CHUNK_FRAMES, CHUNK_LATENTS, LATENT_PIXELS, TAIL_LATENTS
 from h3dist.vae import released
 from h3dist.vae.blend import blend
+from h3dist.vae.exact import exact_convolutions
 from h3dist.vae.tiles import HEAD, RAW_FRAMES, TAIL, Cuts, Job, cut_video
 from h3dist.vae.weights import Statistics, fill, keep_float32, read_config, read_statistics, stored_statistics
 
@@ -32,7 +33,7 @@ PIXEL_STD = (0.229, 0.224, 0.225)
 class VideoVae:
     """The video VAE on one device: float16 autocast on CUDA, float32 on the CPU."""
 
-    parts: nn.ModuleDict  # post_quant_conv and decoder; quant_conv and encoder too where asked for
+    parts: nn.ModuleDict  # post_quant_conv and decoder, quant_conv and encoder: the halves that were asked for
     statistics: Statistics
     device: torch.device
 
@@ -44,10 +45,11 @@ class VideoVae:
         device: torch.device | str,
         *,
         encoder: bool = False,
+        decoder: bool = True,
     ) -> "VideoVae":
         """Read a Comfy-format video VAE; `config` is a diffusers JSON, None the released size.
 
-        The encoder's weights are read only where asked for. Raises CheckpointError or ConfigError where file
+        Only the weights of the halves that are asked for are read. Raises CheckpointError or ConfigError where file
         and configuration do not fit each other.
         """
         from diffusers import AutoencoderKLMiniMaxH3
@@ -55,12 +57,12 @@ class VideoVae:
         from h3dist.checkpoint.vae_names import video_state
 
         settings = read_config(config, AutoencoderKLMiniMaxH3)
-        wanted = {"post_quant_conv", "decoder"} | ({"quant_conv", "encoder"} if encoder else set())
+        wanted = _wanted(encoder, decoder)
         kept = {name: spec for name, spec in state_file.table.items() if name.split(".", 1)[0] in wanted}
         state = video_state(replace(state_file, table=kept), settings["decoder_attention_head_dim"])
         state |= stored_statistics(state_file)
         source = str(state_file.file.path)
-        return cls.from_state(state, settings, device, encoder=encoder, source=source)
+        return cls.from_state(state, settings, device, encoder=encoder, decoder=decoder, source=source)
 
     @classmethod
     def from_state(
@@ -70,12 +72,13 @@ class VideoVae:
         device: torch.device | str,
         *,
         encoder: bool = False,
+        decoder: bool = True,
         source: str = "video VAE",
     ) -> "VideoVae":
         """The same from tensors under diffusers' names and from `read_config`; errors call it `source`."""
         device = torch.device(device)
         _check_geometry(settings)
-        parts = _build(settings, encoder)
+        parts = _build(settings, _wanted(encoder, decoder))
         dtype = _half_dtype if device.type == "cuda" else keep_float32
         fill(parts, state, device=device, dtype=dtype, source=source)
         statistics = read_statistics(state, settings, released.VIDEO, source=source, device=device)
@@ -118,7 +121,8 @@ class VideoVae:
     @torch.no_grad()
     def encode_job(self, pixels: torch.Tensor) -> torch.Tensor:
         """Moments (mean, log variance) f32 [1, 48, t, y/16, x/16] of one normalised tile [1, 3, f, y, x]."""
-        return self.parts["quant_conv"](self.parts["encoder"](pixels.to(self.device, torch.float32)))
+        with exact_convolutions():
+            return self.parts["quant_conv"](self.parts["encoder"](pixels.to(self.device, torch.float32)))
 
     def _autocast(self) -> torch.autocast:
         return torch.autocast(self.device.type, torch.float16, enabled=self.device.type == "cuda")
@@ -147,35 +151,45 @@ def _check_geometry(settings: dict[str, Any]) -> None:
         )
 
 
-def _build(settings: dict[str, Any], encoder: bool) -> nn.ModuleDict:
+def _wanted(encoder: bool, decoder: bool) -> tuple[str, ...]:
+    return ("post_quant_conv", "decoder") * decoder + ("quant_conv", "encoder") * encoder
+
+
+def _build(settings: dict[str, Any], wanted: tuple[str, ...]) -> nn.ModuleDict:
     """diffusers' modules without their weights (on the meta device); only the rotary frequencies are real."""
+    channels = settings["latent_channels"]
+    makers = {
+        "post_quant_conv": lambda: nn.Conv3d(channels, channels, kernel_size=1),
+        "decoder": lambda: _build_decoder(settings),
+        "quant_conv": lambda: nn.Conv3d(2 * channels, 2 * channels, kernel_size=1),
+        "encoder": lambda: _build_encoder(settings),
+    }
+    with torch.device("meta"):
+        return nn.ModuleDict({name: makers[name]() for name in wanted})
+
+
+def _build_decoder(settings: dict[str, Any]) -> nn.Module:
     from diffusers.models.autoencoders import autoencoder_kl_minimax_h3 as h3
 
-    channels = settings["latent_channels"]
     head_dim = settings["decoder_attention_head_dim"]
-    with torch.device("meta"):
-        decoder = h3.MiniMaxH3VideoViTDecoder3d(
-            in_channels=channels,
-            out_channels=settings["out_channels"],
-            patch_size=LATENT_PIXELS,
-            patch_size_t=RAW_FRAMES,
-            num_layers=settings["decoder_num_layers"],
-            num_attention_heads=settings["decoder_num_attention_heads"],
-            attention_head_dim=head_dim,
-            num_register_tokens=settings["decoder_num_register_tokens"],
-            ffn_mult=settings["decoder_ffn_mult"],
-            rope_theta=settings["decoder_rope_theta"],
-            rope_dim_ratio=settings["decoder_rope_dim_ratio"],
-            norm_eps=settings["decoder_norm_eps"],
-        )
-        post_quant_conv = nn.Conv3d(channels, channels, kernel_size=1)
-        parts = nn.ModuleDict({"post_quant_conv": post_quant_conv, "decoder": decoder})
-        if encoder:
-            parts["quant_conv"] = nn.Conv3d(2 * channels, 2 * channels, kernel_size=1)
-            parts["encoder"] = _build_encoder(settings)
+    decoder = h3.MiniMaxH3VideoViTDecoder3d(
+        in_channels=settings["latent_channels"],
+        out_channels=settings["out_channels"],
+        patch_size=LATENT_PIXELS,
+        patch_size_t=RAW_FRAMES,
+        num_layers=settings["decoder_num_layers"],
+        num_attention_heads=settings["decoder_num_attention_heads"],
+        attention_head_dim=head_dim,
+        num_register_tokens=settings["decoder_num_register_tokens"],
+        ffn_mult=settings["decoder_ffn_mult"],
+        rope_theta=settings["decoder_rope_theta"],
+        rope_dim_ratio=settings["decoder_rope_dim_ratio"],
+        norm_eps=settings["decoder_norm_eps"],
+    )
     rotary_width = int(head_dim * settings["decoder_rope_dim_ratio"])
-    decoder.rope = h3.MiniMaxH3VideoRotaryPosEmbed(rotary_width, theta=settings["decoder_rope_theta"])
-    return parts
+    with torch.device("cpu"):  # its frequencies are in no file
+        decoder.rope = h3.MiniMaxH3VideoRotaryPosEmbed(rotary_width, theta=settings["decoder_rope_theta"])
+    return decoder
 
 
 def _build_encoder(settings: dict[str, Any]) -> nn.Module:

@@ -32,6 +32,12 @@ class Statistics:
         latents = latents.to(self.mean.device, torch.float32)
         return latents * self.std.view(shape) + self.mean.view(shape)
 
+    def normalise(self, latents: torch.Tensor) -> torch.Tensor:
+        """The encoder's latents [B, C, ...] as the denoiser sees them: float32, where the latents are."""
+        shape = (1, -1, *[1] * (latents.ndim - 2))
+        mean, std = (values.to(latents.device).view(shape) for values in (self.mean, self.std))
+        return (latents.to(torch.float32) - mean) / std
+
 
 def read_config(path: str | Path | None, model: type) -> dict[str, Any]:
     """The arguments of diffusers' `model`: its defaults (the released size), then the JSON file's at `path`.
@@ -77,9 +83,7 @@ def read_statistics(
 
     Raises CheckpointError where the file's and the configuration's part, or are no statistics.
     """
-    mean, std = (
-        _statistic(name, state.get(name), config[name], released[name], source) for name in STATISTICS
-    )
+    mean, std = (_statistic(name, state.get(name), config[name], released[name], source) for name in STATISTICS)
     if (std <= 0).any():
         raise CheckpointError(f"{source}: latents_std must be above zero")
     return Statistics(mean.to(device), std.to(device))
