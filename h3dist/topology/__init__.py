@@ -9,9 +9,10 @@ from h3dist.topology.host import cores, free_host_memory
 from h3dist.topology.links import Link
 from h3dist.topology.machine import Topology, load_topology, read_topology, record, replay
 from h3dist.topology.ranks import Ranks, rank_environ, read_ranks, threads_per_rank
+from h3dist.topology.transport import Transport, predict_transport
 
 __all__ = [
-    "Device", "Link", "Ranks", "Topology", "auto_world", "cores", "devices", "free_host_memory", "load_topology",
-    "rank_environ", "read_ranks", "read_topology", "record", "replay", "select_visible", "threads_per_rank",
-    "visible_devices",
+    "Device", "Link", "Ranks", "Topology", "Transport", "auto_world", "cores", "devices", "free_host_memory",
+    "load_topology", "predict_transport", "rank_environ", "read_ranks", "read_topology", "record", "replay",
+    "select_visible", "threads_per_rank", "visible_devices",
 ]  # fmt: skip
