@@ -165,9 +165,7 @@ def generate(
 ) -> None:
     """Any h3dist command on a rented machine: `pod.py generate --gpus 2 -- h3dist generate "..." -o a.mp4`."""
     if not command:
-        raise ConfigError(
-            "say what to run after --, such as: -- h3dist generate 'A quiet shot ...' -o out.mp4"
-        )
+        raise ConfigError("say what to run after --, such as: -- h3dist generate 'A quiet shot ...' -o out.mp4")
     words, inputs = run.with_inputs(command, send or [])
     target = out or results_folder("generate")
     work = run.Work(words, target, inputs, run.attention_of(words), not no_checkpoints, token=token(pod))
@@ -262,9 +260,7 @@ def list_pods(ctx: typer.Context, json: typed.Json = False) -> None:
         print(runpod.as_json(rows))
         return
     for row in rows:
-        state = (
-            "" if row["looked_after"] else "  NOBODY LOOKS AFTER IT" if row["mine"] else "  another machine's"
-        )
+        state = "" if row["looked_after"] else "  NOBODY LOOKS AFTER IT" if row["mine"] else "  another machine's"
         say(f"{row['name']}  {row['id']}  {row['status']}  {row['gpus']}  ${row['per_hour']:.2f}/h{state}")
     if not rows:
         say("nothing of h3dist is left in this account")

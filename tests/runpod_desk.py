@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
 from fake_runpod import SSHD, USER_KEY, FakeRunpod
+
 from h3dist.cloud import run, runpod
 from h3dist.cloud.keys import Redactor
 from h3dist.cloud.money import Limits

@@ -15,12 +15,12 @@ LAYERS = [
     {"plan"},
     {"comm", "attention"},
     {"model", "sampling", "text", "vae", "media", "saved", "compare"},
-    {"preflight", "job", "site", "progress", "sidecar"},
+    {"preflight", "intake", "job", "site", "progress", "sidecar"},
     {"deliver", "tiny", "bench"},
     {"pipeline"},
     {"workers", "processes", "torchrun"},
     {"generate", "matrix", "serve", "service", "cloud", "report", "doctor"},
-    {"launcher"},
+    {"launcher", "extend"},
     {"cli"},
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}

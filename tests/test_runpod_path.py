@@ -6,7 +6,6 @@ import sys
 from pathlib import Path
 
 import pytest
-
 from fake_runpod import FakeRunpod
 from runpod_desk import Desk, needs_sshd, python
 

@@ -9,11 +9,11 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-
 from fake_runpod import HF_TOKEN, USER_KEY, FakeRunpod
+from runpod_desk import Desk, needs_sshd, python
+
 from h3dist.cloud.failures import KeyRefused
 from h3dist.cloud.keys import Redactor, clean_environment, read_key
-from runpod_desk import Desk, needs_sshd, python
 
 
 class Watch:
@@ -68,9 +68,7 @@ def test_no_secret_anywhere(tmp_path: Path, how: str) -> None:
         env = {} if how == "runpod secret" else {"HF_TOKEN": HF_TOKEN}
         command = python("import os; print(dict(os.environ)); print('env dumped'); raise SystemExit(5)")
         with Watch() as watch:
-            done = desk.pod_py(
-                "generate", "--yes", *options, "--recipe", recipe, "--out", "out", "--", *command, **env
-            )
+            done = desk.pod_py("generate", "--yes", *options, "--recipe", recipe, "--out", "out", "--", *command, **env)
             cloud.fail("GET", "/pods", "401")
             refused = desk.pod_py("list", **env)
         assert done.returncode == 5 and "env dumped" in done.stdout, done.stdout + done.stderr
@@ -115,10 +113,7 @@ def test_what_a_kept_pod_leaves_on_disk_is_private(tmp_path: Path) -> None:
 def test_an_unexpected_error_shows_no_secret(tmp_path: Path, capsys) -> None:
     from h3dist.cloud.explain import explain
 
-    try:
-        raise RuntimeError(f"Authorization: Bearer {USER_KEY}")
-    except RuntimeError as error:
-        assert explain(error, Redactor([USER_KEY])) == 1
+    assert explain(RuntimeError(f"Authorization: Bearer {USER_KEY}"), Redactor([USER_KEY])) == 1
     told = capsys.readouterr()
     assert USER_KEY not in told.err and "Bearer ***" in told.err and "Traceback" not in told.err
 

@@ -19,8 +19,9 @@ from h3dist.checkpoint.nvfp4 import Nvfp4Weight
 from h3dist.errors import CheckpointError, ConfigError, NumericsError
 from h3dist.text.encoder import LAYERS, TextEncoder, file_name, skeleton
 from h3dist.text.layers import StoredEmbedding, StoredLinear
+from h3dist.text.presentation import Presentation
 from h3dist.text.released import RELEASED_CONFIG
-from h3dist.text.tokenizer import Presentation, count_tokens, load_tokenizer, present_t2va
+from h3dist.text.tokenizer import count_tokens, load_tokenizer, present_t2va
 
 GOLDEN = Path(__file__).parents[2] / "shared" / "golden" / "t2va"
 CONFIG = {

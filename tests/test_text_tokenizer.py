@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from h3dist.errors import CheckpointError
-from h3dist.text.tokenizer import H3_TOKENS, TEXT_TAG, count_tokens, load_tokenizer, present_t2va, tokenize
+from h3dist.text.presentation import TEXT_TAG
+from h3dist.text.tokenizer import H3_TOKENS, count_tokens, load_tokenizer, present_t2va, tokenize
 
 STOCK = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>")
 SPLIT = (

@@ -111,6 +111,13 @@ class Search:
         return True
 
 
+def _end(client: Client, pod_id: str, name: str, pace: Pace) -> str:
+    client.delete(pod_id)
+    if not wait_gone(client, pod_id, pace):
+        raise CloudError(f"pod {pod_id} ({name}) was told to end, but the API still lists it")
+    return pod_id
+
+
 def destroy_all(client: Client, name: str, known: str | None, pace: Pace, open_post: bool = False) -> list[str]:
     """Terminate the pod `known` and every other of this name, and see that they are gone.
 
@@ -120,14 +127,9 @@ def destroy_all(client: Client, name: str, known: str | None, pace: Pace, open_p
     client, ended = client.without_stop(), []
     until = time.monotonic() + (pace.missing if open_post else 0)
     while True:
-        listed = [pod.id for pod in client.find(name)]
-        for pod_id in dict.fromkeys([known, *listed]):
-            if pod_id is None or pod_id in ended:
-                continue
-            client.delete(pod_id)
-            if not wait_gone(client, pod_id, pace):
-                raise CloudError(f"pod {pod_id} ({name}) was told to end, but the API still lists it")
-            ended.append(pod_id)
+        if known and known not in ended:
+            ended.append(_end(client, known, name, pace))  # before the listing, which may fail or lag
+        ended += [_end(client, pod.id, name, pace) for pod in client.find(name) if pod.id not in ended]
         if ended or time.monotonic() >= until:
             return ended
         time.sleep(min(pace.poll, 1.0))

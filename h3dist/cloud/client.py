@@ -20,6 +20,7 @@ from h3dist.cloud.pace import Pace, Stop
 from h3dist.errors import ConfigError, MissingDependency
 
 ATTEMPTS = 6
+LARGEST = 64 << 20  # bytes of an answer; more is not ours
 CAPACITY_PHRASES = (
     "no longer any instances",
     "not enough free gpu",
@@ -119,7 +120,11 @@ class Client:
 
     def delete(self, pod_id: str) -> None:
         """Terminate the pod; one that is already gone is no error."""
-        self._ask("DELETE", f"pods/{pod_id}", missing_ok=True, empty_ok=True)
+        try:
+            self._ask("DELETE", f"pods/{pod_id}", missing_ok=True, empty_ok=True)
+        except Refused as error:
+            if error.status not in (409, 410):  # it is ending, or has ended
+                raise
 
     def volume(self, volume_id: str) -> Volume:
         """A network volume. Raises ConfigError when there is none of this id."""
@@ -147,7 +152,7 @@ class Client:
         with self._http.stream(method, f"{self.url}/{path}", params=query or None, json=body) as answer:
             for chunk in answer.iter_bytes():
                 content += chunk
-                if time.monotonic() > until:
+                if time.monotonic() > until or len(content) > LARGEST:
                     raise self._too_slow("the answer does not end")
         return Answer(answer.status_code, answer.headers.get("Retry-After", ""), bytes(content))
 

@@ -12,6 +12,7 @@ from h3dist.cloud.ssh import FULL, RemoteError, Ssh, quote
 from h3dist.cloud.transfer import fetch
 from h3dist.errors import OutputError
 
+LONGEST = 1 << 16  # bytes of a line that is shown as one
 PARTIAL = "-name '*.json' -size -16M"  # what is brought home while the run goes on, as a find test
 
 
@@ -93,18 +94,22 @@ class Job:
             raise PodFailed(str(error)) from None
 
     def _take(self, block: bytes) -> None:
+        """Show whole lines; a progress bar's carriage return ends one too, and so does a line without an end."""
         self.received += len(block)
-        lines = (self._line + block).split(b"\n")
+        lines = (self._line + block).replace(b"\r\n", b"\n").replace(b"\r", b"\n").split(b"\n")
         self._line = lines.pop()
+        if len(self._line) > LONGEST:
+            lines, self._line = [*lines, self._line], b""
         for line in lines:
-            self.show(line.decode("utf-8", "replace"))
+            # what a pod prints must not steer the terminal it is shown on
+            self.show("".join(c for c in line.decode("utf-8", "replace") if c.isprintable() or c == "\t"))
 
     def _ended(self) -> str:
         """Show what is left of the log; the command's exit code as it wrote it, empty when it could not."""
         folder = quote(self.folder)
         command = f"cat {folder}/code 2>/dev/null || echo; tail -c +{self.received + 1} {folder}/log"
         code, _, rest = self._remote("the end of the run", command).partition("\n")
-        self._take(rest.encode() + (b"\n" if self._line or rest and not rest.endswith("\n") else b""))
+        self._take(rest.encode() + (b"\n" if self._line or (rest and not rest.endswith("\n")) else b""))
         return code.strip()
 
     def _judge(self, code: str) -> None:

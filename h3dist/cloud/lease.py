@@ -3,6 +3,7 @@
 import json
 import os
 import secrets
+import shutil
 import socket
 import time
 from collections.abc import Iterator, Mapping
@@ -141,15 +142,23 @@ class Store:
                 yield Lease(name=path.parent.name, api="", owner=Owner(host=socket.gethostname(), pid=2**22 + 1))
 
     def close(self, lease: Lease, cause: str) -> None:
-        """Forget a rental that is over, its SSH key too, and note it in the ledger."""
+        """Forget a rental that is over, its SSH key too, and note it in the ledger, unless that was done."""
+        if not self.folder(lease.name).exists():
+            return
         entry = {"name": lease.name, "what": lease.what, "price": lease.price, "cause": cause}
         entry |= {"created": lease.created, "ended": time.time(), "dollars": round(lease.spent(), 4)}
         with open(self.root / "ledger.jsonl", "a", opener=_private, encoding="utf-8") as file:
             file.write(json.dumps(entry) + "\n")
+        shutil.rmtree(self.folder(lease.name), ignore_errors=True)
+
+    def announce_end(self, lease: Lease) -> None:
+        """Say to the process that looks after a pod that another command is about to end it."""
+        write_private(self.folder(lease.name) / "ending", "")
+
+    def ended_elsewhere(self, lease: Lease) -> bool:
+        """Whether another command ends this pod, or has ended it."""
         folder = self.folder(lease.name)
-        for path in folder.iterdir() if folder.is_dir() else ():
-            path.unlink()
-        folder.rmdir()
+        return not folder.exists() or (folder / "ending").exists()
 
     def ledger(self) -> list[dict[str, object]]:
         """Every rental that is over, oldest first."""

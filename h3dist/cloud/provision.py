@@ -16,6 +16,7 @@ from h3dist.cloud.transfer import push
 from h3dist.errors import CheckpointError, ConfigError, OutputError
 
 SOURCE = Path(__file__).resolve().parents[2]
+SENT = ("h3dist", "conf", "launch", "pyproject.toml", "constraints.txt", "README.md", "LICENSE")
 EXTRAS = {"flash": "flash", "flash4": "flash4", "sage": "sage"}
 
 
@@ -137,8 +138,8 @@ class Provision:
 
 
 def checkout_files(root: Path) -> list[tuple[Path, str]]:
-    """What git tracks or would track in the checkout that holds this file: no weights, no results, no .venv."""
-    command = ["git", "-C", str(root), "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    """What an installation needs of a git checkout, as it is on disk: no results, no weights, no private files."""
+    command = ["git", "-C", str(root), "ls-files", "-z", "--cached", "--others", "--exclude-standard", "--", *SENT]
     try:
         done = subprocess.run(command, capture_output=True, check=True)
     except (OSError, subprocess.CalledProcessError):

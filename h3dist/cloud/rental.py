@@ -19,6 +19,7 @@ from h3dist.cloud.recipe import Recipe
 from h3dist.cloud.signals import Gate
 from h3dist.cloud.ssh import Line, Ssh, make_key, quote
 
+DEARER = 1.1  # a pod may cost this much more than its type's list price before it is given back
 GIVING_BACK = "giving the pod back; it takes some seconds"
 
 
@@ -54,9 +55,11 @@ class Rental:
             desk.client, desk.pace, desk.stop, desk.gate, desk.say, prepare=self._complete, took=self._note
         )
         self._public = ""
+        self._listed: float | None = None
         self._watchdog: Watchdog | None = None
         self._line: Line | None = None
         self._over = False
+        self.ended_elsewhere = False  # whether another command of the user's ended it
 
     # ---- begin ----
 
@@ -82,7 +85,8 @@ class Rental:
 
     def _note(self, pod: Pod, spec: PodSpec) -> None:
         """Write down what was rented. The dearer of the list price and the pod's own is what we count with."""
-        known = [price for price in (pod.price, self.desk.list_price(spec)) if price]
+        self._listed = self.desk.list_price(spec)
+        known = [price for price in (pod.price, self._listed) if price]
         self.lease.pod_id, self.lease.price = pod.id, max(known, default=None)
         self.lease.created = time.time()
         self.lease.what = f"{spec.where()}: {self.lease.what}"
@@ -98,6 +102,9 @@ class Rental:
                 if time.monotonic() > until:
                     raise CloudError("the API does not say what this pod costs, so the budget could not be kept")
                 self.desk.stop.sleep(self.desk.pace.poll)
+        listed = self._listed
+        if listed and self.lease.price > listed * DEARER:
+            raise CloudError(f"the pod costs ${self.lease.price:.2f} an hour, not ${listed:.2f} as was shown")
         self.desk.say(f"rented pod {self.lease.pod_id} as {self.lease.name}, ${self.lease.price:.2f} an hour")
 
     def _watch(self) -> None:
@@ -162,7 +169,8 @@ class Rental:
             self.close(cause_of(error))
         except CloudError as failure:
             atexit.unregister(self._last_chance)
-            told = f"{failure}\nIT MAY STILL COST MONEY: run `runpod/pod.py destroy {self.lease.name}`, or end it in the console"
+            told = f"{failure}\nIT MAY STILL COST MONEY: run `runpod/pod.py destroy {self.lease.name}`"
+            told += ", or end it in RunPod's console"
             raise CloudError(f"{told}\n(this came after: {cause_of(error)})") from None
 
     def close(self, cause: str) -> None:
@@ -174,6 +182,7 @@ class Rental:
             ended = []
             if self.lease.pod_id or self.search.open or self.search.doubt:
                 ended = destroy_all(desk.client, self.lease.name, self.lease.pod_id, desk.pace, self.search.open)
+            self.ended_elsewhere = desk.store.ended_elsewhere(self.lease)
             self._finish()
             desk.spent += self.lease.spent()
             desk.store.close(self.lease, cause)

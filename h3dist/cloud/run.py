@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from textwrap import shorten
 
 from h3dist.cloud.failures import CloudError, PodLost, RunFailed
 from h3dist.cloud.job import Job
@@ -74,11 +75,11 @@ def carry_out(desk: Desk, quote: Quote, work: Work) -> Path:
     base = quote.base
     for left in reversed(range(work.pods)):
         try:
-            with Rental(desk, quote.wish, base, " ".join(work.command[:4])) as rental:
+            with Rental(desk, quote.wish, base, shorten(" ".join(work.command), 60, placeholder=" ...")) as rental:
                 _on_pod(desk, rental, work)
             return work.target
         except PodLost as error:
-            if not left:
+            if not left or not base.interruptible or rental.ended_elsewhere:
                 raise
             desk.say(f"{error}; going on with another pod, {left} more allowed")
             base = replace(base, name=desk.store.new_name())
@@ -119,6 +120,7 @@ def _set_up(desk: Desk, ssh: Ssh, work: Work) -> None:
         setup.forget_token()
         setup.doctor(may_fail=False)
     else:
+        setup.forget_token()
         setup.environment()
 
 

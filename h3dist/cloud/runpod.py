@@ -165,6 +165,8 @@ def _destroy_one(office: Office, client: Client, store: Store, name: str) -> int
             raise CloudError("no such pod, and no lease of that name")
         name = found.name
         client.delete(found.id)
+    if lease:
+        store.announce_end(lease)
     api = client if not lease or lease.api in ("", client.url) else office.client(lease.api)
     ended = destroy_all(api, lease.name if lease else name, lease.pod_id if lease else None, office.pace)
     if lease:

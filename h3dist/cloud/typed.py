@@ -37,12 +37,14 @@ class Wanted:
 
 
 def wanted(
-    gpu: Annotated[list[str], typer.Option(help="GPU type, or a unique part of its name; again for the next best.")] = [
-        RTX_PRO
-    ],  # noqa: B006 (typer makes a new list)
+    gpu: Annotated[
+        list[str] | None, typer.Option(help=f"GPU type ({RTX_PRO}), or a unique part; again for the next best.")
+    ] = None,
     gpus: Annotated[int, typer.Option(help="How many GPUs.")] = 1,
     fewer: Annotated[bool, typer.Option("--fewer", help="Take 6, 4, 2 or 1 when that many cannot be had.")] = False,
-    cloud: Annotated[list[str], typer.Option(help="SECURE or COMMUNITY; again for the next best.")] = ["SECURE"],  # noqa: B006
+    cloud: Annotated[
+        list[str] | None, typer.Option(help="SECURE (the default) or COMMUNITY; again for the next.")
+    ] = None,
     data_center: Annotated[list[str] | None, typer.Option(help="Data centre; again for the next best.")] = None,
     volume: Annotated[str | None, typer.Option(help="Network volume's id; it pins the data centre.")] = None,
     volume_gb: Annotated[int, typer.Option(help="GB of a volume that lives as long as the pod.")] = 100,
@@ -63,10 +65,10 @@ def wanted(
 ) -> Wanted:
     """The options that say which pod is wanted. Raises ConfigError."""
     ask = Ask(
-        gpus=tuple(gpu),
+        gpus=tuple(gpu or [RTX_PRO]),
         count=gpus,
         fewer=fewer,
-        clouds=tuple(cloud),
+        clouds=tuple(cloud or ["SECURE"]),
         data_centers=tuple(data_center or ()),
         volume=volume,
         disk_gb=disk,
