@@ -1,1 +1,1 @@
-"""The prompt's way to hidden states: `tokenizer` (no torch) and `encoder` (transformers on use)."""
+"""The prompt's way to hidden states: `presentation` (pieces), `tokenizer` (no torch), `vision` and `encoder`."""

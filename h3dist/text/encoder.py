@@ -6,6 +6,7 @@ Shapes: L rows of text, C hidden.
 """
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,11 +17,17 @@ from h3dist.checkpoint.comfy import StateFile
 from h3dist.checkpoint.text_names import LAYERS
 from h3dist.errors import CheckpointError, ConfigError, NumericsError
 from h3dist.text.layers import StoredEmbedding, StoredLinear
+from h3dist.text.presentation import Presentation
 from h3dist.text.released import RELEASED_CONFIG
-from h3dist.text.tokenizer import Presentation
+from h3dist.text.vision import MERGE, Vision
 
 if TYPE_CHECKING:
     from transformers import Qwen3VLModel
+
+VISION_INPUTS = {  # pad -> token type, and transformers' names of patches and grids
+    "image": (1, "pixel_values", "image_grid_thw"),
+    "video": (2, "pixel_values_videos", "video_grid_thw"),
+}
 
 
 class TextEncoder:
@@ -44,10 +51,11 @@ class TextEncoder:
         return cls(model.to(device).requires_grad_(False).eval(), torch.device(device))
 
     @torch.no_grad()
-    def encode(self, presentation: Presentation) -> tuple[Tensor, Tensor]:
+    def encode(self, presentation: Presentation, vision: Mapping[str, Vision] | None = None) -> tuple[Tensor, Tensor]:
         """Hidden states float32 [L, C] on the encoder's device and modality tags int64 [L] on the CPU.
 
-        Raises CheckpointError for a token id that the embedding lacks, NumericsError for NaN or infinity.
+        `vision` is what the presentation's blocks show, by pad. Raises CheckpointError for a token id that the
+        embedding lacks or for vision tokens that are not the configuration's, NumericsError for NaN or infinity.
         """
         assert self.model is not None, "the encoder was released"
         rows = self.model.get_input_embeddings().stored.shape[0]
@@ -57,10 +65,31 @@ class TextEncoder:
                 f"{rows} rows: they do not belong together"
             )
         ids_1L = torch.tensor([presentation.ids], device=self._device)
-        states_LC = self.model(input_ids=ids_1L, use_cache=False).last_hidden_state[0]
+        shown = self._vision_inputs(ids_1L, vision) if vision else {}
+        states_LC = self.model(input_ids=ids_1L, use_cache=False, **shown).last_hidden_state[0]
         if not bool(torch.isfinite(states_LC).all()):
             raise NumericsError("the text encoder's hidden states are NaN or infinite")
         return states_LC, torch.tensor(presentation.tags, dtype=torch.int64)
+
+    def _vision_inputs(self, ids_1L: Tensor, vision: Mapping[str, Vision]) -> dict[str, Tensor]:
+        """transformers' own names: patches and grids, and the type of each token (1 image, 2 video) for mRoPE."""
+        assert self.model is not None
+        inputs = {"mm_token_type_ids": torch.zeros_like(ids_1L)}
+        for pad, (token_type, patches, grids) in VISION_INPUTS.items():
+            token = getattr(self.model.config, f"{pad}_token_id")
+            seen = vision.get(pad)
+            wanted = sum(t * h * w for t, h, w in seen.grids) // MERGE**2 if seen else 0
+            mine = ids_1L == token
+            if int(mine.sum()) != wanted:
+                raise CheckpointError(
+                    f"{wanted} tokens show a {pad}, and {int(mine.sum())} of the presentation's have the text "
+                    f"encoder's id for them, {token}: tokenizer and text encoder do not belong together"
+                )
+            if seen:
+                inputs["mm_token_type_ids"][mine] = token_type
+                inputs[patches] = seen.patches.to(self._device)
+                inputs[grids] = torch.tensor(seen.grids, device=self._device)
+        return inputs
 
     def release(self) -> None:
         """Drops the weights; on CUDA their memory goes back to the device."""
@@ -78,9 +107,7 @@ def _read_config(path: str | None) -> dict[str, Any]:
         raise ConfigError(f"model.text_encoder_config {path} is no readable JSON file: {error}") from error
     if not isinstance(config, dict) or config.get("model_type") != "qwen3_vl":
         found = config.get("model_type") if isinstance(config, dict) else type(config).__name__
-        raise ConfigError(
-            f"model.text_encoder_config {path} must be of model_type 'qwen3_vl', found {found!r}"
-        )
+        raise ConfigError(f"model.text_encoder_config {path} must be of model_type 'qwen3_vl', found {found!r}")
     return config
 
 

@@ -7,11 +7,11 @@ from a folder. transformers is imported where it is used, so that a planner can 
 import json
 import shlex
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from h3dist.errors import CheckpointError
+from h3dist.text.presentation import Piece, Presentation, present
 
 if TYPE_CHECKING:
     import tokenizers
@@ -26,19 +26,9 @@ H3_TOKENS = (
     "<|caption_start|>",
     "<|caption_end|>",
 )
-EMPTY_TOKEN = "<|endoftext|>"  # stands for a presentation of no tokens; id 151643 of the released tokenizer
-TEXT_TAG = 1  # the modality that modulates a text row
 REPOSITORY = "MiniMaxAI/MiniMax-H3"
 SUBFOLDER = "FL2VA/tokenizer"
 REVISION = "42ed227ee7df40d41602854ae760620d6eb651fe"
-
-
-@dataclass(frozen=True)
-class Presentation:
-    """What the text encoder reads: token ids [L], and of each row the modality tag [L]."""
-
-    ids: tuple[int, ...]
-    tags: tuple[int, ...]
 
 
 def load_tokenizer(folder: str) -> "PreTrainedTokenizerBase":
@@ -65,14 +55,13 @@ def tokenize(tokenizer: "PreTrainedTokenizerBase", text: str) -> list[int]:
 
 def present_t2va(prompt: str, tokenizer: "PreTrainedTokenizerBase") -> Presentation:
     """The presentation of a text-only request: the prompt alone, every row tagged as text."""
-    ids = tokenize(tokenizer, prompt) or tokenize(tokenizer, EMPTY_TOKEN)
-    return Presentation(tuple(ids), (TEXT_TAG,) * len(ids))
+    return present([prompt], lambda text: tokenize(tokenizer, text))
 
 
-def count_tokens(folder: str, text: str) -> int:
-    """How many rows `present_t2va` gives for `text`, by the `tokenizers` package alone.
+def count_tokens(folder: str, *found: Piece) -> int:
+    """How many rows `present` gives for the pieces `found`, by the `tokenizers` package alone.
 
-    Raises CheckpointError as `load_tokenizer` does.
+    Raises CheckpointError as `load_tokenizer` does, and what `present` raises.
     """
     tokenizer = _light_tokenizer(folder)
 
@@ -80,7 +69,7 @@ def count_tokens(folder: str, text: str) -> int:
         return tokenizer.encode(piece, add_special_tokens=False).ids
 
     _check_h3_tokens(folder, encode)
-    return len(encode(text)) or 1
+    return len(present(found, encode).ids)
 
 
 def fetch_advice(folder: str) -> str:
@@ -100,9 +89,7 @@ def _tokenizer_file(folder: str) -> Path:
     if path.is_file():
         return path
     why = "the folder has no tokenizer.json" if Path(folder).is_dir() else "there is no such folder"
-    raise CheckpointError(
-        f"no tokenizer at {folder}: {why}; it is in no checkpoint file. {fetch_advice(folder)}"
-    )
+    raise CheckpointError(f"no tokenizer at {folder}: {why}; it is in no checkpoint file. {fetch_advice(folder)}")
 
 
 def _light_tokenizer(folder: str) -> "tokenizers.Tokenizer":
