@@ -35,6 +35,7 @@ class ModelConfig:
     video_vae_config: str | None = None
     audio_vae_config: str | None = None
     qkv_order: str = "bands"  # interleaved: the official shards, head by head
+    partition: str = "auto"  # the tasks that the denoiser was trained for, by its file's name: fl2va or ref2va
 
 
 @dataclass
@@ -105,6 +106,10 @@ class RequestConfig:
     seed: Any = None
     steps: Any = None
     mux_audio: Any = None
+    first_frame: Any = None
+    last_frame: Any = None
+    keyframes: Any = None
+    references: Any = None
     file: str | None = None
     prompt_file: str | None = None
 
@@ -125,6 +130,7 @@ class Config:
 
 CHOICES: Mapping[str, tuple[str, ...]] = {
     "model.qkv_order": ("bands", "interleaved"),
+    "model.partition": ("auto", "fl2va", "ref2va"),
     "runtime.device": ("auto", "cpu", "cuda"),
     "runtime.dtype": ("auto", "float32", "bfloat16"),
     "runtime.backend": ("auto", "nccl", "gloo"),

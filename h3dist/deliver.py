@@ -19,8 +19,7 @@ from h3dist.errors import OutputError
 from h3dist.media import write_mp4, write_wav
 from h3dist.outputs import Outputs, check_outputs, choose_outputs
 from h3dist.plan import Plan
-from h3dist.preflight import read_request
-from h3dist.request import Resolved
+from h3dist.request import Resolved, parse_request, resolve
 from h3dist.saved import latents, load_latents, save_tensors, sha256
 from h3dist.sidecar import RankReport, describe_run, write_sidecar
 from h3dist.site import all_cores, pick_device
@@ -147,7 +146,7 @@ def decode_file(config: Config, path: Path, output: Mapping[str, Any]) -> str:
     `RequestError`, `CheckpointError`, `OutputError` and `NumericsError`.
     """
     found, request = load_latents(path)
-    resolved = read_request(config, request)
+    resolved = resolve(parse_request(request), allow_untrained=True, schedule=config.sampler.schedule)
     said = vars(config.output) | {name: value for name, value in output.items() if value is not None}
     if output.get("path") is None:
         said["path"] = str(path).removesuffix(".safetensors").removesuffix(".latents") + ".mp4"

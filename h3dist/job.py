@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from h3dist.config import Config
+from h3dist.intake import read_request
 from h3dist.outputs import check_outputs, choose_outputs
-from h3dist.request import parse_request, resolve
 
 
 def make_job(config: Config, fields: Mapping[str, Any], output: Mapping[str, Any]) -> dict[str, Any]:
@@ -21,11 +21,7 @@ def make_job(config: Config, fields: Mapping[str, Any], output: Mapping[str, Any
     `output` says where to write (`path`, `latents`, `intermediates`, `trace`, `clobber`); what it leaves out
     or null comes from the configuration. Raises `RequestError` and `OutputError`.
     """
-    resolved = resolve(
-        parse_request(fields),
-        allow_untrained=config.runtime.allow_untrained,
-        schedule=config.sampler.schedule,
-    )
+    resolved = read_request(config, fields)
     said = vars(config.output) | {name: value for name, value in output.items() if value is not None}
     outputs = choose_outputs(**said, mux_audio=resolved.mux_audio)
     check_outputs(outputs, resolved.geometry, resolved.steps)

@@ -24,6 +24,7 @@ from h3dist.checkpoint.comfy import DenoiserFile, Slots, open_denoiser, open_slo
 from h3dist.comm import Comm
 from h3dist.config import Config
 from h3dist.deliver import Delivery, deliver
+from h3dist.intake import read_request
 from h3dist.model.denoiser import Denoiser
 from h3dist.model.linear import choose_linear, dense_linear
 from h3dist.model.modulation import Modulation, tables
@@ -32,7 +33,7 @@ from h3dist.model.weights import DenoiserWeights, load_denoiser
 from h3dist.outputs import Outputs
 from h3dist.packing import Packing, pack_t2va
 from h3dist.plan import Layout, Plan, check_memory, make_layout
-from h3dist.preflight import Facts, compute_dtype, facts_of, plan_on, read_request
+from h3dist.preflight import Facts, compute_dtype, facts_of, plan_on
 from h3dist.progress import Steps
 from h3dist.request import Resolved
 from h3dist.sampling.noise import draw

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 from h3dist.config import Config
 from h3dist.errors import ConfigError
+from h3dist.intake import read_request
 from h3dist.plan import Layout, Plan, check_memory, fits, fp4_linears, make_layout, make_plan, released_dims
-from h3dist.request import Resolved, parse_request, resolve
+from h3dist.request import Resolved
 from h3dist.sampling.schedules import evaluations
 from h3dist.text.tokenizer import count_tokens
 from h3dist.topology import Device, auto_world, free_host_memory, visible_devices
@@ -105,15 +106,6 @@ def plan_ahead(
     if known:
         check_memory(made, machine.free)
     return made, facts.notes
-
-
-def read_request(config: Config, request: Mapping[str, Any]) -> Resolved:
-    """`request` validated, with every choice made. Raises `RequestError`."""
-    return resolve(
-        parse_request(request),
-        allow_untrained=config.runtime.allow_untrained,
-        schedule=config.sampler.schedule,
-    )
 
 
 def count_ranks(config: Config, gpus: int | None) -> int:

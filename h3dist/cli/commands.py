@@ -192,12 +192,16 @@ def attention(verbose: Verbose = False) -> None:
 
 
 @app.command()
-def tasks(verbose: Verbose = False) -> None:
-    """List the tasks."""
-    from h3dist.request import TASKS
+def tasks(
+    as_json: Annotated[bool, typer.Option("--json", help="Print the JSON Schema of a request file.")] = False,
+    verbose: Verbose = False,
+) -> None:
+    """List the tasks, their fields and limits."""
+    import json
 
-    for name, what in TASKS.items():
-        typer.echo(f"{name:8} {what}")
+    from h3dist.request import json_schema, task_table
+
+    typer.echo(json.dumps(json_schema(), indent=2) if as_json else task_table())
 
 
 def main() -> None:

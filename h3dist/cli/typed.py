@@ -43,7 +43,8 @@ def ask(
     if stand_in is not None and "prompt" not in fields:
         say(f"no prompt given; planned for one of usual length: {stand_in!r}")
         fields["prompt"] = stand_in
-    return Asked(config, overrides, parse_request(fields).model_dump(exclude_none=True))
+    parse_request(fields)
+    return Asked(config, overrides, fields)
 
 
 def group_options(mode: str | None, attention: str | None, allow_untrained: bool) -> list[str]:
