@@ -1,13 +1,10 @@
 """Does a plan fit the memory that is free, and if not, what would?"""
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 from h3dist.errors import PlanError
 from h3dist.plan.layout import Layout
-from h3dist.plan.memory import estimate, weight_bytes
-from h3dist.plan.plan import Plan, split
-from h3dist.plan.traffic import ELEMENT_BYTES, Work
+from h3dist.plan.plan import Plan, relayout
 
 GIB = 1 << 30
 MACHINE = 8  # GPUs of the largest machine that advice names
@@ -49,17 +46,9 @@ def _nearest_fit(plan: Plan, free: int) -> str:
 
 def _peak(plan: Plan, layout: Layout) -> int | None:
     """The largest need of any rank under another layout; None where the layout is not legal."""
-    element = ELEMENT_BYTES[plan.dtype]
-    work = Work(plan.dims, layout, plan.rows, plan.text_rows, plan.steps, element, plan.amax)
     if layout.world > plan.dims.heads:
         return None
     try:
-        shares = split(work)
+        return max(relayout(plan, layout).peaks)
     except PlanError:  # more tp ranks than FFN units
         return None
-    peaks = []
-    for share in shares:
-        (h0, h1), (f0, f1) = share.tp_heads, share.ffn
-        weighed = replace(share, weight_bytes=weight_bytes(work, plan.stored, h1 - h0, f1 - f0))
-        peaks.append(max(estimate(work, plan.stored, weighed, plan.geometry).values()))
-    return max(peaks)

@@ -111,7 +111,7 @@ def make_plan(
     rows = text_rows + geometry.audio_rows + geometry.video_rows
     work = Work(dims, layout, rows, text_rows, steps, ELEMENT_BYTES[dtype], amax)
     stored = Stored(bytes_per_weight(dims, dfile), reserve, **(files or {}))
-    shares = tuple(_fill(share, work, stored, dfile) for share in split(work))
+    shares = tuple(_ask(_fill(share, work, stored), work, dfile) for share in split(work))
     return Plan(
         layout=layout,
         mode=mode or layout.mode,
@@ -149,16 +149,34 @@ def split(work: Work) -> tuple[Share, ...]:
     return tuple(shares)
 
 
-def _fill(share: Share, work: Work, stored: Stored, dfile: "DenoiserFile | None") -> Share:
-    """The same share with its bytes: of the file, in memory, on the wire."""
+def relayout(plan: Plan, layout: Layout) -> Plan:
+    """The same run on another layout, to compare: the bytes that it would read of the file are left out.
+
+    Raises PlanError where the model cannot be cut so.
+    """
+    element = ELEMENT_BYTES[plan.dtype]
+    work = Work(plan.dims, layout, plan.rows, plan.text_rows, plan.steps, element, plan.amax)
+    shares = tuple(_fill(share, work, plan.stored) for share in split(work))
+    memory = tuple(estimate(work, plan.stored, share, plan.geometry) for share in shares)
+    return replace(plan, layout=layout, mode=layout.mode, chunk=work.chunk, shares=shares, memory=memory, reasons=())
+
+
+def _fill(share: Share, work: Work, stored: Stored) -> Share:
+    """The same share with what it keeps in memory and sends, in bytes."""
     group, tp_heads, heads, ffn = (b - a for a, b in (share.group_rows, share.tp_heads, share.heads, share.ffn))
     first = share.rank % work.layout.ranks == 0
     return replace(
         share,
-        file_bytes=file_bytes(work.dims, dfile, share.tp_heads, share.ffn, refiner=first),
         weight_bytes=weight_bytes(work, stored, tp_heads, ffn),
         sent=sent(work, first=first, group_rows=group, tp_heads=tp_heads, heads=heads),
     )
+
+
+def _ask(share: Share, work: Work, dfile: "DenoiserFile | None") -> Share:
+    """The same share with the bytes that it asks of the file."""
+    first = share.rank % work.layout.ranks == 0
+    asked = file_bytes(work.dims, dfile, share.tp_heads, share.ffn, refiner=first)
+    return replace(share, file_bytes=asked)
 
 
 def _notes(resolved: "Resolved", dfile: "DenoiserFile | None", files: dict[str, int]) -> tuple[str, ...]:

@@ -1,0 +1,202 @@
+"""Which layout a run takes, on which GPUs and how many, what that is predicted to cost, and what else was weighed.
+
+The rules, from public measurements of this model: the smallest tp that fits, since a larger one holds less and sends
+more; tensor-parallel ranks on the closest links; and, where the number of GPUs is free, the fewest that are predicted
+to take no more than MARGIN longer than the fastest number.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import combinations
+from typing import Any
+
+from h3dist.errors import PlanError
+from h3dist.plan.cost import Cost, missing_rate, step_cost
+from h3dist.plan.layout import Layout, ffn_unit
+from h3dist.plan.machine import Machine
+from h3dist.plan.order import arrange
+from h3dist.plan.plan import Plan, relayout
+from h3dist.plan.rates import DeviceRates, Rates
+
+MARGIN = 0.05
+WEIGHED = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 24, 32, 48)  # numbers of ranks that are looked at beside the one asked for
+
+
+@dataclass(frozen=True)
+class Option:
+    """One layout on certain GPUs. `lacking`: bytes that the rank with the least room lacks; None: memory unknown."""
+
+    plan: Plan
+    seats: tuple[int, ...]  # rank -> GPU, by its place in CUDA's order
+    lacking: int | None
+    cost: Cost | None
+
+    @property
+    def layout(self) -> Layout:
+        return self.plan.layout
+
+    @property
+    def fits(self) -> bool:
+        """Whether it fits, as far as is known."""
+        return not self.lacking
+
+    @property
+    def seconds(self) -> float:
+        """Of a predicted step; infinite where nothing is predicted."""
+        return self.cost.seconds if self.cost else float("inf")
+
+    def as_dict(self) -> dict[str, Any]:
+        """This option as JSON values."""
+        return {
+            "ranks": self.layout.world,
+            "layout": {"dp": self.layout.dp, "sp": self.layout.sp, "tp": self.layout.tp},
+            "seats": list(self.seats),
+            "fits": None if self.lacking is None else self.fits,
+            "peak_bytes": max(self.plan.peaks),
+            "seconds": self.cost.seconds if self.cost else None,
+            "terms": vars(self.cost) if self.cost else None,
+        }
+
+
+@dataclass(frozen=True)
+class Weigher:
+    """Makes options of a run, of which `base` is any plan, on a machine."""
+
+    base: Plan
+    machine: Machine
+    table: Rates
+
+    @cached_property
+    def rates(self) -> DeviceRates | None:
+        """Of the machine's devices; None where the table has none, or none for this run's kind of work."""
+        return None if self.unpriced else self.machine.rates(self.table)
+
+    @cached_property
+    def unpriced(self) -> str | None:
+        """Why no time can be predicted on this machine; None where it can."""
+        if not self.machine.known:
+            return "no GPU is known (name one with --gpu)"
+        found = self.machine.rates(self.table)
+        if found is None:
+            return f"the table of rates has no {self.machine.gpus[0].name} (h3dist bench measures it)"
+        lacks = missing_rate(self.base, found)
+        return f"the table of rates has no {lacks} for {found.name}" if lacks else None
+
+    def option(self, layout: Layout) -> Option:
+        """A layout on the GPUs that suit it best. Raises PlanError where the model cannot be cut so."""
+        plan = relayout(self.base, layout)
+        seats = self._seats(layout)
+        return Option(plan, seats, self._lacking(plan, seats), self._cost(plan, seats))
+
+    def of_count(self, count: int) -> tuple[Option, ...]:
+        """All legal layouts of `count` ranks, the smallest tp first."""
+        dims = self.base.dims
+        if count > dims.heads:
+            return ()
+        tps = [tp for tp in range(1, count + 1) if count % tp == 0 and _holds(dims.ffn, tp)]
+        return tuple(self.option(Layout(sp=count // tp, tp=tp)) for tp in tps)
+
+    def _seats(self, layout: Layout) -> tuple[int, ...]:
+        gpus = self.machine.gpus
+        if not gpus or not self.machine.links:
+            return self.machine.seats(layout.world)
+        rates = self.rates
+        costs = {}
+        for a, b in combinations(range(len(gpus)), 2):
+            link = self.machine.link(a, b)
+            costs[a, b] = 1 / self.table.link(link, rates).bandwidth if rates else 1.0 + link.distance
+        return arrange(layout, len(gpus), costs)
+
+    def _lacking(self, plan: Plan, seats: Sequence[int]) -> int | None:
+        if not self.machine.known:
+            return None
+        free = self.machine.free(seats)
+        return max(0, *(need - have for need, have in zip(plan.peaks, free, strict=True)))
+
+    def _cost(self, plan: Plan, seats: Sequence[int]) -> Cost | None:
+        """None also where ranks share a GPU: they would wait for each other in ways that nobody measured."""
+        rates, world = self.rates, len(seats)
+        if rates is None or (self.machine.gpus and len(set(seats)) < world):
+            return None
+        share = rates if self.machine.gpus else rates.part(1 / world)
+        return step_cost(plan, share, self.machine.wires(seats, rates, self.table))
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The option taken, the others that were weighed, and the machine they were weighed for.
+
+    `rivals` are the other layouts of as many ranks; `counts` the best layout of every other number of ranks looked
+    at, more than the machine has never among them. `given`: the user fixed the layout; `free_count`: not the number.
+    """
+
+    taken: Option
+    rivals: tuple[Option, ...]
+    counts: tuple[Option, ...]
+    machine: Machine
+    rates: DeviceRates | None
+    unpriced: str | None
+    given: bool
+    free_count: bool
+
+    @property
+    def one(self) -> Option | None:
+        """A single rank, to compare with."""
+        every = (self.taken, *self.counts)
+        return next((option for option in every if option.layout.world == 1), None)
+
+    @property
+    def speedup(self) -> float | None:
+        """Against a single rank, as predicted."""
+        one = self.one
+        return one.cost.seconds / self.taken.cost.seconds if one and one.cost and self.taken.cost else None
+
+
+def choose(weigher: Weigher, counts: Sequence[int], fixed: Layout | None) -> Choice:
+    """The option for one of `counts` ranks; `fixed` is the layout if the user named it.
+
+    Where none fits: the last count's, with the least lacking. Raises PlanError where no layout is legal.
+    """
+    most = max(counts)
+    by_count = {count: weigher.of_count(count) for count in sorted({*WEIGHED, *counts}) if count <= most}
+    best = {count: _smallest_tp(options) for count, options in by_count.items() if options}
+    if fixed is not None:
+        taken = weigher.option(fixed)
+    elif not (legal := [best[count] for count in counts if count in best]):
+        raise PlanError(f"{most} ranks: the model has {weigher.base.dims.heads} heads, so at most that many")
+    else:
+        taken = _fewest(legal)
+    world = taken.layout.world
+    rivals = tuple(option for option in by_count.get(world, ()) if option.layout != taken.layout)
+    others = tuple(option for count, option in best.items() if count != world)
+    return Choice(
+        taken=taken,
+        rivals=rivals,
+        counts=others,
+        machine=weigher.machine,
+        rates=weigher.rates,
+        unpriced=weigher.unpriced,
+        given=fixed is not None,
+        free_count=len(counts) > 1,
+    )
+
+
+def _smallest_tp(options: Sequence[Option]) -> Option:
+    return next((option for option in options if option.fits), min(options, key=lambda option: option.lacking or 0))
+
+
+def _fewest(options: Sequence[Option]) -> Option:
+    """The fewest ranks that are about as fast as any number; the most where nothing is predicted."""
+    fitting = [option for option in options if option.fits] or [options[-1]]
+    if any(option.cost is None for option in fitting):
+        return fitting[-1]
+    fastest = min(option.seconds for option in fitting)
+    return next(option for option in fitting if option.seconds <= fastest * (1 + MARGIN))
+
+
+def _holds(ffn: int, tp: int) -> bool:
+    try:
+        return bool(ffn_unit(ffn, tp))
+    except PlanError:
+        return False

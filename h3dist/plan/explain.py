@@ -1,0 +1,204 @@
+"""A choice in words and as JSON values: why this layout, what it costs, what lost and by how much."""
+
+from collections.abc import Iterator, Sequence
+from itertools import combinations
+from typing import Any
+
+from h3dist.plan.choose import MARGIN, Choice, Option
+from h3dist.plan.cost import TALK, Cost
+from h3dist.plan.fit import GIB
+from h3dist.topology import Link
+
+SHOWN = 0.005  # of a step; smaller terms are left out of sentences
+ENCODER, VAES = "text_encoder", ("video_vae", "audio_vae")
+
+
+def reasons(choice: Choice) -> tuple[str, ...]:
+    """Why, in plain words, one sentence each."""
+    return (
+        _layout(choice),
+        *_count(choice),
+        *_seats(choice),
+        *_predicted(choice),
+        *(_lost(choice, option) for option in choice.rivals),
+        *_attention(choice),
+        _placement(choice),
+        _residence(choice),
+    )
+
+
+def as_dict(choice: Choice) -> dict[str, Any]:
+    """The choice as JSON values: predictions, seats, placement, and the options that lost."""
+    stored = choice.taken.plan.stored
+    return {
+        "taken": choice.taken.as_dict(),
+        "device_class": choice.rates.name if choice.rates else None,
+        "gpus": [gpu.uuid for gpu in choice.machine.gpus],
+        "speedup": choice.speedup,
+        "rivals": [option.as_dict() for option in choice.rivals],
+        "counts": [option.as_dict() for option in choice.counts],
+        "placement": {
+            "encode": 0,
+            "decode": 0,
+            "resident_bytes": [
+                {
+                    "denoiser": share.weight_bytes,
+                    "text_encoder": stored.text_encoder if share.rank == 0 else 0,
+                    "vaes": stored.video_vae + stored.audio_vae if share.rank == 0 else 0,
+                }
+                for share in choice.taken.plan.shares
+            ],
+        },
+        "reasons": list(reasons(choice)),
+    }
+
+
+def terms(cost: Cost) -> str:
+    """A step's terms by size, in parts of a hundred: "attention 60 %, products 29 %"."""
+    parts = sorted(vars(cost).items(), key=lambda item: -item[1])
+    return ", ".join(f"{name} {value / cost.seconds:.0%}" for name, value in parts if value > SHOWN * cost.seconds)
+
+
+def duration(seconds: float) -> str:
+    """Seconds for people: three digits."""
+    return f"{seconds:.3g} s" if seconds >= 0.1 else f"{1000 * seconds:.3g} ms"
+
+
+def _layout(choice: Choice) -> str:
+    plan, layout = choice.taken.plan, choice.taken.layout
+    if choice.given:
+        return f"{layout} was asked for"
+    if layout.world == 1:
+        return "one rank does everything"
+    if not choice.machine.known:
+        return f"{layout}: no memory is known, and tp 1 sends least"
+    if layout.tp == 1:
+        return f"{layout}: tp 1 fits with {_peak(plan)} GiB at most, and a larger tp, which holds less, sends more"
+    smaller = [option for option in choice.rivals if option.layout.tp < layout.tp]
+    lacking = min((option.lacking or 0 for option in smaller), default=0)
+    return f"{layout}: the smallest tp that fits; the next smaller lacks {lacking / GIB:.1f} GiB"
+
+
+def _count(choice: Choice) -> Iterator[str]:
+    """Whether fewer GPUs, or more, would do."""
+    taken, world = choice.taken, choice.taken.layout.world
+    if taken.cost is None:
+        return
+    more = [option for option in choice.counts if option.layout.world > world and option.fits]
+    if choice.free_count and more:
+        best = min(more, key=lambda option: option.seconds)
+        yield (
+            f"{_gpus(world)} of {len(choice.machine.gpus)}: the best of more, {best.layout.world}, would take "
+            f"{duration(best.seconds)} a step against {duration(taken.seconds)}, less than {MARGIN:.0%} won"
+        )
+    fewer = [option for option in choice.counts if option.layout.world < world and option.fits]
+    enough = next((option for option in fewer if option.seconds <= taken.seconds * (1 + MARGIN)), None)
+    if enough:
+        yield (
+            f"fewer GPUs would do: --gpus {enough.layout.world} takes {duration(enough.seconds)} a step, "
+            f"these {world} {duration(taken.seconds)}"
+        )
+
+
+def _seats(choice: Choice) -> Iterator[str]:
+    """Which GPU each rank takes, where that is not simply the next one; how the ranks are joined."""
+    seats, layout = choice.taken.seats, choice.taken.layout
+    if layout.world == 1 or not choice.machine.links or len(set(seats)) < layout.world:
+        return
+    groups = [seats[start : start + layout.tp] for start in range(0, layout.world, layout.tp)]
+    everyone = [(min(pair), max(pair)) for pair in combinations(seats, 2)]
+    inside = [(min(pair), max(pair)) for group in groups for pair in combinations(group, 2)]
+    across = [pair for pair in everyone if pair not in inside]
+    joined = [f"the ranks of a tp group by {_kinds(choice, inside)}"] if inside else []
+    joined += [f"{'the groups' if inside else 'ranks'} by {_kinds(choice, across)}"] if across else []
+    yield f"joined are {', '.join(joined)}"
+    if seats != tuple(range(layout.world)):
+        shown = " | ".join(", ".join(map(str, group)) for group in (groups if layout.tp > 1 else [seats]))
+        yield f"ranks take GPUs {shown} in this order: the closest links"
+
+
+def _kinds(choice: Choice, pairs: Sequence[tuple[int, int]]) -> str:
+    links = [choice.machine.link(a, b) for a, b in pairs]
+    return " and ".join(sorted({_kind(link) for link in links}))
+
+
+def _kind(link: Link) -> str:
+    return link.kind if link.nvlink or (link.p2p_read and link.p2p_write) else f"{link.kind} without P2P"
+
+
+def _predicted(choice: Choice) -> Iterator[str]:
+    cost = choice.taken.cost
+    if cost is None:
+        yield f"no time is predicted: {choice.unpriced or 'ranks share GPUs'}"
+        return
+    name = choice.rates.name if choice.rates else ""
+    yield f"{duration(cost.seconds)} a step predicted on {name}: {terms(cost)}"
+    if choice.speedup and choice.taken.layout.world > 1:
+        world = choice.taken.layout.world
+        yield (
+            f"{choice.speedup:.2f} times one rank, {choice.speedup / world:.0%} of ideal; between ranks "
+            f"{cost.talking / cost.seconds:.0%} of a step, most of it {_most_talk(cost)}"
+        )
+
+
+def _most_talk(cost: Cost) -> str:
+    return max(TALK, key=lambda name: getattr(cost, name))
+
+
+def _lost(choice: Choice, option: Option) -> str:
+    """An option that was not taken, and by how much it lost."""
+    taken = choice.taken
+    if option.lacking:
+        return f"{option.layout} lost: it lacks {option.lacking / GIB:.1f} GiB"
+    if option.cost is None or taken.cost is None:
+        return f"{option.layout} lost: {_peak(option.plan)} GiB at most against {_peak(taken.plan)}"
+    verdict = "is predicted faster" if option.seconds < taken.seconds * (1 - SHOWN) else "lost"
+    return (
+        f"{option.layout} {verdict}: {duration(option.seconds)} a step, {_against(option.seconds, taken.seconds)}, "
+        f"{_peak(option.plan)} GiB at most"
+    )
+
+
+def _against(seconds: float, taken: float) -> str:
+    change = seconds / taken - 1
+    if abs(change) < SHOWN:
+        return "as long"
+    return f"{abs(change):.0%} {'longer' if change > 0 else 'shorter'}"
+
+
+def _attention(choice: Choice) -> Iterator[str]:
+    """What the other attention backends with a known rate would take."""
+    plan, cost, rates = choice.taken.plan, choice.taken.cost, choice.rates
+    if cost is None or rates is None:
+        return
+    for name, rate in rates.attention.items():
+        if name == plan.attention or rate == rates.attention[plan.attention]:
+            continue
+        seconds = cost.seconds + cost.attention * (rates.attention[plan.attention] / rate - 1)
+        yield f"attention {name}: {duration(seconds)} a step, {_against(seconds, cost.seconds)}"
+
+
+def _placement(choice: Choice) -> str:
+    seat = f" on GPU {choice.taken.seats[0]}" if choice.machine.gpus else ""
+    others = "; the other ranks wait" if choice.taken.layout.world > 1 else ""
+    return f"rank 0{seat} encodes the text before all denoise, and decodes after{others}"
+
+
+def _residence(choice: Choice) -> str:
+    plan = choice.taken.plan
+    weights = max(share.weight_bytes for share in plan.shares) / GIB
+    parts = [f"every rank keeps {weights:.1f} GiB of the denoiser, quantised, until the end"]
+    if plan.stored.text_encoder:
+        parts.append(f"rank 0 the text encoder's {plan.stored.text_encoder / GIB:.1f} GiB until the text is encoded")
+    vaes = plan.stored.video_vae + plan.stored.audio_vae
+    if vaes:
+        parts.append(f"the VAEs' {vaes / GIB:.1f} GiB while it decodes")
+    return ", ".join(parts)
+
+
+def _peak(plan: Any) -> str:
+    return f"{max(plan.peaks) / GIB:.1f}"
+
+
+def _gpus(count: int) -> str:
+    return f"{count} GPU{'s' * (count > 1)}"

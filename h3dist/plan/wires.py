@@ -1,0 +1,101 @@
+"""Seconds that a collective takes on a machine's links: who sends how much to whom, and what they share.
+
+A byte keeps the sender's port and the receiver's busy for 1 / bandwidth of its link. NVLink and PCIe are two ports
+of a GPU, and a GPU's NVLinks are one, as behind a switch. Bytes that cross the host bridges of one NUMA node, or one
+way between two nodes, share a pool as well. What takes longest counts; then each message in turn adds its latency.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from h3dist.plan.plan import Plan
+from h3dist.plan.rates import DeviceRates, LinkRates, Rates
+from h3dist.plan.traffic import ELEMENT_BYTES, FLOAT
+from h3dist.topology import Link
+
+Bytes = dict[tuple[int, int], int]  # (from rank, to rank) -> bytes
+BRIDGED = ("PHB", "NODE", "SHM")  # links through the host bridges of a NUMA node
+
+
+@dataclass(frozen=True)
+class Move:
+    """One collective of a step: how often, among how many ranks at once, and who sends what to whom."""
+
+    label: str
+    times: int
+    size: int  # ranks that take part together
+    sent: Bytes
+
+    def sent_by(self, rank: int) -> int:
+        """Bytes of one rank in all of a step's repeats."""
+        return self.times * sum(count for (source, _), count in self.sent.items() if source == rank)
+
+
+@dataclass(frozen=True)
+class Wires:
+    """The links between ranks: by pair of ranks (a < b), with their rates."""
+
+    links: Mapping[tuple[int, int], Link]
+    rates: Mapping[tuple[int, int], LinkRates]
+
+    @classmethod
+    def of(cls, links: Mapping[tuple[int, int], Link], device: DeviceRates, rates: Rates) -> "Wires":
+        """The wires of ranks whose devices are of one class."""
+        return cls(links, {pair: rates.link(link, device) for pair, link in links.items()})
+
+    def seconds(self, move: Move) -> float:
+        """Of all repeats of a move, latency left out."""
+        busy: dict[tuple[object, ...], float] = {}
+
+        def add(resource: tuple[object, ...], seconds: float) -> None:
+            busy[resource] = busy.get(resource, 0.0) + seconds
+
+        for (source, target), count in move.sent.items():
+            pair = min(source, target), max(source, target)
+            link, rates = self.links[pair], self.rates[pair]
+            for direction, rank in (("out", source), ("in", target)):
+                add((direction, rank, link.nvlink), count / rates.bandwidth)
+            if rates.pool:
+                add(_bridge(link, source == pair[0]), count / rates.pool)
+        return move.times * max(busy.values(), default=0.0)
+
+    def latency(self, move: Move) -> float:
+        """Seconds that the messages of all repeats wait for each other: a tree's depth of them, the slowest link's."""
+        if move.size == 1 or not move.sent:
+            return 0.0
+        slowest = max(self.rates[min(pair), max(pair)].latency for pair in move.sent)
+        return move.times * (move.size - 1).bit_length() * slowest
+
+
+def _bridge(link: Link, forward: bool) -> tuple[object, ...]:
+    """What the bytes of a link that has a pool share with others: a node's bridges, or one way between two nodes."""
+    ends = (link.numa_a, link.numa_b) if forward else (link.numa_b, link.numa_a)
+    return ("node", ends[0]) if link.kind in BRIDGED and ends[0] == ends[1] else ("between", *ends)
+
+
+def moves(plan: Plan) -> tuple[Move, ...]:
+    """The collectives of one evaluation, as `traffic` counts them."""
+    dims, layout, e = plan.dims, plan.layout, ELEMENT_BYTES[plan.dtype]
+    outputs = plan.chunk * (4 * dims.video_channels + dims.audio_channels) * FLOAT
+    row, head = dims.hidden * e, dims.head_dim * e
+    group = [_length(share.group_rows) for share in plan.shares]
+    heads = [_length(share.heads) for share in plan.shares]
+    piece = [min(plan.chunk, rows) for rows in group]
+    within, across = _pairs(layout.tp_groups()), _pairs(layout.sp_groups())
+    rows = {(a, b): piece[a] * row for a, b in within}
+    return (
+        Move("rows.gather", 2 * dims.layers, layout.tp, rows),
+        Move("rows.reduce", 2 * dims.layers, layout.tp, rows),
+        Move("heads.to", dims.layers, layout.sp, {(a, b): 3 * group[a] * heads[b] * head for a, b in across}),
+        Move("heads.from", dims.layers, layout.sp, {(a, b): group[b] * heads[a] * head for a, b in across}),
+        Move("amax", plan.amax, layout.ranks, dict.fromkeys(_pairs(layout.request_groups()), FLOAT)),
+        Move("outputs", 1, layout.ranks, dict.fromkeys(_pairs(layout.request_groups()), outputs)),
+    )
+
+
+def _pairs(groups: tuple[tuple[int, ...], ...]) -> list[tuple[int, int]]:
+    return [(a, b) for group in groups for a in group for b in group if a != b]
+
+
+def _length(span: tuple[int, int]) -> int:
+    return span[1] - span[0]
