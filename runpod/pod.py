@@ -3,7 +3,6 @@
 
 import os
 import sys
-import time
 from pathlib import Path
 from typing import Annotated
 
@@ -141,10 +140,10 @@ def matrix(
         words.append("attention=sdpa")
     work = run.Work(
         command=[*pod.recipe.matrix, *words],
-        target=out or results_folder("matrix"),
+        target=out or run.results_folder("matrix"),
         attention=run.attention_of(words),
         checkpoints=not no_checkpoints,
-        environment=forwarded("H3_SAVE_LATENTS"),
+        environment={name: os.environ[name] for name in ("H3_SAVE_LATENTS",) if name in os.environ},
         token=token(pod),
         pods=pods,
         resume=resume,
@@ -167,7 +166,7 @@ def generate(
     if not command:
         raise ConfigError("say what to run after --, such as: -- h3dist generate 'A quiet shot ...' -o out.mp4")
     words, inputs = run.with_inputs(command, send or [])
-    target = out or results_folder("generate")
+    target = out or run.results_folder("generate")
     work = run.Work(words, target, inputs, run.attention_of(words), not no_checkpoints, token=token(pod))
     carry_out(ctx.obj, pod, work, yes)
 
@@ -193,19 +192,9 @@ def agreed(office: runpod.Office, pod: typed.Wanted, yes: bool) -> tuple[Quote, 
     return quoted, client
 
 
-def results_folder(what: str) -> Path:
-    """A new folder below the current one."""
-    return Path("runpod-results") / f"{what}-{time.strftime('%Y%m%d-%H%M%S')}"
-
-
 def token(pod: typed.Wanted) -> str | None:
     """The Hugging Face token to send along; none when a RunPod secret holds it."""
     return None if pod.ask.hf_secret else os.environ.get(TOKEN_VARIABLE) or None
-
-
-def forwarded(*names: str) -> dict[str, str]:
-    """Those of these variables that are set here."""
-    return {name: os.environ[name] for name in names if name in os.environ}
 
 
 @app.command()
@@ -221,8 +210,7 @@ def execute(ctx: typer.Context, command: typed.Rest = None, name: typed.PodName 
     """Run a command on a pod: `pod.py exec --pod NAME -- nvidia-smi`."""
     if not command:
         raise ConfigError("say what to run after --")
-    ssh = runpod.known(ctx.obj, name)
-    ssh.pump(command[0], quote(*command), lambda block: say(block.decode("utf-8", "replace").rstrip("\n")))
+    runpod.execute(ctx.obj, name, command, lambda text: print(redact(text), end="", flush=True))
 
 
 @app.command()
@@ -296,14 +284,14 @@ def destroy(
         say(f"{runpod.destroy(ctx.obj, names or [], all_mine)} ended")
 
 
-def main() -> int:
-    """Run a command; whatever goes wrong is one message, without a traceback or a secret."""
+def run_command(words: list[str]) -> int:
+    """Run a command; whatever goes wrong is one message, without a traceback or a secret. Returns the exit code."""
     try:
-        code = app(standalone_mode=False)
+        code = app(words, prog_name="pod.py", standalone_mode=False)
         return code if isinstance(code, int) else 0
     except BaseException as error:
         return explain(error, redact)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_command(sys.argv[1:]))

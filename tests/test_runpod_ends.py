@@ -202,7 +202,7 @@ def test_a_kept_pod_is_watched_and_every_hand_command_works(cloud: FakeRunpod, d
     assert pushed.returncode == 0, pushed.stderr
     assert "hello" in desk.pod_py("exec", "--", "cat", str(cloud.workspace / "in" / "a.txt")).stdout
     failed = desk.pod_py("exec", "--pod", lease, "--", "sh", "-c", "echo sad >&2; exit 3")
-    assert failed.returncode == 9 and "sad" in failed.stderr
+    assert failed.returncode == 3 and "sad" in failed.stdout
     assert desk.pod_py("fetch", str(cloud.workspace / "in"), "back").returncode == 0
     assert (desk.folder / "back" / "a.txt").read_text() == "hello"
     rows = json.loads(desk.pod_py("list", "--json").stdout)

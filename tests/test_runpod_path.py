@@ -37,7 +37,7 @@ def cloud(request, tmp_path):
 def test_matrix_from_key_to_json(cloud: FakeRunpod, tmp_path: Path) -> None:
     desk = Desk(cloud, tmp_path)
     recipe = cloud.recipe(matrix=[sys.executable, "-c", CELLS])
-    done = desk.pod_py(
+    done = desk.process(
         "matrix", "--gpu", "NVIDIA RTX PRO 6000 Blackwell Server Edition", "--gpus", "8", "--budget", "20",
         "--recipe", str(recipe), "--out", "out", "--yes", "--", "matrix=scaling",
     )  # fmt: skip

@@ -68,9 +68,11 @@ def test_no_secret_anywhere(tmp_path: Path, how: str) -> None:
         env = {} if how == "runpod secret" else {"HF_TOKEN": HF_TOKEN}
         command = python("import os; print(dict(os.environ)); print('env dumped'); raise SystemExit(5)")
         with Watch() as watch:
-            done = desk.pod_py("generate", "--yes", *options, "--recipe", recipe, "--out", "out", "--", *command, **env)
+            done = desk.process(
+                "generate", "--yes", *options, "--recipe", recipe, "--out", "out", "--", *command, **env
+            )
             cloud.fail("GET", "/pods", "401")
-            refused = desk.pod_py("list", **env)
+            refused = desk.process("list", **env)
         assert done.returncode == 5 and "env dumped" in done.stdout, done.stdout + done.stderr
         assert refused.returncode == 9
         # the token did arrive where it was needed, and only there
@@ -95,7 +97,7 @@ def test_what_a_kept_pod_leaves_on_disk_is_private(tmp_path: Path) -> None:
     with FakeRunpod(tmp_path / "cloud") as cloud:
         desk = Desk(cloud, tmp_path)
         with Watch() as watch:
-            assert desk.pod_py("create", "--yes", "--recipe", str(cloud.recipe())).returncode == 0
+            assert desk.process("create", "--yes", "--recipe", str(cloud.recipe())).returncode == 0
             time.sleep(0.2)
         folder = desk.leases()[0]
         assert stat.S_IMODE(folder.stat().st_mode) == 0o700

@@ -39,24 +39,18 @@ class Job:
 
     def start(self, command: list[str], environment: dict[str, str]) -> None:
         """Write the run script and start it in a tmux session of its own."""
-        lines = ["#!/usr/bin/env bash", f"cd {quote(self.results)} || exit 90", "echo $$ > ../pid || exit 91"]
+        lines = ["#!/usr/bin/env bash", f"cd {quote(self.results)} || exit 90"]
         lines.append(f". {quote(self.recipe.workspace)}/env.sh")
         lines += [f"export {name}={quote(value)}" for name, value in environment.items()]
-        lines += [f"{quote(*command)} > ../log 2>&1", "code=$?", "cp ../log run.log"]
+        # the command's own pid: tmux may leave the script itself unreaped for a while after its end
+        lines += [f"{quote(*command)} > ../log 2>&1 &", "echo $! > ../pid || kill $!", "wait $!"]
+        lines += ["code=$?", "cp ../log run.log"]
         lines += ["echo $code > ../code.new && mv ../code.new ../code"]
         script = "\n".join(lines) + "\n"
         folder = quote(self.folder)
         write = f"mkdir -p {quote(self.results)} && : > {folder}/log && cat > {folder}/run.sh"
-        tmux = quote(
-            "tmux",
-            "-S",
-            f"{self.recipe.state}/tmux",
-            "new-session",
-            "-d",
-            "-s",
-            "h3",
-            f"bash {folder}/run.sh",
-        )
+        session = ["tmux", "-S", f"{self.recipe.state}/tmux", "new-session", "-d", "-s", "h3"]
+        tmux = quote(*session, f"bash {folder}/run.sh")
         wait = f"for i in $(seq 100); do [ -s {folder}/pid ] && exit 0; sleep 0.1; done; exit 92"
         self._remote("starting the run", f"mkdir -p {quote(self.recipe.state)} && {write}", script.encode())
         self._remote("starting the run", f"{tmux} && {wait}")
@@ -107,7 +101,8 @@ class Job:
     def _ended(self) -> str:
         """Show what is left of the log; the command's exit code as it wrote it, empty when it could not."""
         folder = quote(self.folder)
-        command = f"cat {folder}/code 2>/dev/null || echo; tail -c +{self.received + 1} {folder}/log"
+        settle = f"for i in $(seq 50); do [ -s {folder}/code ] && break; sleep 0.1; done"
+        command = f"{settle}; cat {folder}/code 2>/dev/null || echo; tail -c +{self.received + 1} {folder}/log"
         code, _, rest = self._remote("the end of the run", command).partition("\n")
         self._take(rest.encode() + (b"\n" if self._line or (rest and not rest.endswith("\n")) else b""))
         return code.strip()

@@ -1,5 +1,6 @@
 """The two commands that people want: rent, set up, run under tmux, follow, fetch, give back."""
 
+import time
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from textwrap import shorten
@@ -54,6 +55,11 @@ def with_inputs(command: list[str], extra: list[Path]) -> tuple[list[str], dict[
         if not path.is_file():
             raise ConfigError(f"no file {path} to send along as {name}")
     return changed, inputs
+
+
+def results_folder(what: str) -> Path:
+    """A new folder below the current one."""
+    return Path("runpod-results") / f"{what}-{time.strftime('%Y%m%d-%H%M%S')}"
 
 
 def attention_of(words: list[str]) -> str:

@@ -13,7 +13,7 @@ from h3dist.cloud import offers as offering
 from h3dist.cloud.capacity import destroy_all
 from h3dist.cloud.client import Client
 from h3dist.cloud.dialects import DEFAULT_API
-from h3dist.cloud.failures import CloudError
+from h3dist.cloud.failures import CloudError, RunFailed
 from h3dist.cloud.keys import KEY_VARIABLE, Redactor, clean_environment, read_key
 from h3dist.cloud.lease import PREFIX, Lease, Owner, Store
 from h3dist.cloud.money import Limits
@@ -23,7 +23,7 @@ from h3dist.cloud.reach import Visit, shell
 from h3dist.cloud.recipe import Recipe
 from h3dist.cloud.rental import Desk
 from h3dist.cloud.signals import Gate
-from h3dist.cloud.ssh import Ssh
+from h3dist.cloud.ssh import RemoteError, Ssh, quote
 from h3dist.errors import ConfigError
 
 
@@ -100,6 +100,15 @@ def lease_of(office: Office, name: str | None) -> Lease:
 def known(office: Office, name: str | None) -> Ssh:
     """The shell of a pod whose address is known."""
     return shell(lease_of(office, name), office.store, office.stop, office.pace)
+
+
+def execute(office: Office, name: str | None, command: list[str], show: Callable[[str], None]) -> None:
+    """Run a command on a pod and show both its outputs as they come. Raises RunFailed with its exit code."""
+    ssh = known(office, name)
+    try:
+        ssh.pump(command[0], f"{quote(*command)} 2>&1", lambda block: show(block.decode("utf-8", "replace")))
+    except RemoteError as error:
+        raise RunFailed(f"{command[0]} ended with exit code {error.code}", error.code) from None
 
 
 def reach(office: Office, name: str | None) -> Ssh:
