@@ -107,7 +107,7 @@ def resolve(
     width, height, said = _canvas(request, keyframes)
     pictures = sum(item.kind == "image" for item in (*keyframes, *references))
     videos, audios = sum(item.kind == "video" for item in references), sum(item.heard for item in references)
-    if measured is not None or not references:  # else some soundtracks are not known yet
+    if all(item.soundtrack is not None for item in references if item.kind == "video"):  # else not counted yet
         counts = {"Picture": pictures, "Video": videos, "Audio": audios}
         said += check_names(request.prompt, counts, required=bool(references))
     return Resolved(
