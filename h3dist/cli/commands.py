@@ -4,6 +4,7 @@ from typing import Annotated
 
 import typer
 
+from h3dist.cli.extend import extend
 from h3dist.cli.shell import (
     Attention,
     Commands,
@@ -202,6 +203,9 @@ def tasks(
     from h3dist.request import json_schema, task_table
 
     typer.echo(json.dumps(json_schema(), indent=2) if as_json else task_table())
+
+
+app.command()(extend)
 
 
 def main() -> None:

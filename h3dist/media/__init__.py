@@ -2,6 +2,7 @@
 
 from h3dist.media.films import Film, film_frames, film_sound, measure_film, read_film
 from h3dist.media.images import measure_image, read_image
+from h3dist.media.lossless import write_film_lossless
 from h3dist.media.measure import measure
 from h3dist.media.mp4 import write_mp4
 from h3dist.media.probe import Probe, probe
@@ -22,6 +23,7 @@ __all__ = [
     "read_film",
     "read_image",
     "read_sound",
+    "write_film_lossless",
     "write_mp4",
     "write_wav",
 ]
