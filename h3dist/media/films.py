@@ -24,7 +24,7 @@ HDR = {16: "PQ", 18: "HLG"}  # transfer characteristics of ITU-T H.273
 
 @dataclass(frozen=True)
 class Film:
-    """frames uint8 [F, H, W, 3] at 24 a second; sound float32 [2, N] at 32 kHz, none longer than they; or None."""
+    """frames uint8 [F, H, W, 3] at 24 a second; sound float32 [2, N] at 32 kHz, no longer than the film, or None."""
 
     frames: np.ndarray
     sound: np.ndarray | None
@@ -59,7 +59,7 @@ def read_film(
     """A film of at most `longest` seconds: all that `measure_film` counts, or its first `frames`.
 
     `fit` takes each frame, uint8 [H, W, 3], as soon as it is decoded, so that no more than the fitted frames
-    are held. The sound ends with the frames that are kept. Raises RequestError, for a damaged file too.
+    are held. The sound is the whole film's, whatever frames are kept. Raises RequestError, for a damaged file too.
     """
     head = _head(source, longest)
     count = head.facts.frames if frames is None else min(frames, head.facts.frames)
@@ -69,7 +69,7 @@ def read_film(
         film = np.empty((count, *picture.shape), np.uint8) if film is None else film
         film[place] = picture
     assert film is not None
-    return Film(film, _sound(source, head, count))
+    return Film(film, _sound(source, head))
 
 
 def film_frames(source: Source, longest: float = MAX_SECONDS) -> Iterator[np.ndarray]:
@@ -80,8 +80,7 @@ def film_frames(source: Source, longest: float = MAX_SECONDS) -> Iterator[np.nda
 
 def film_sound(source: Source, longest: float = MAX_SECONDS) -> np.ndarray | None:
     """The sound that `read_film` gives."""
-    head = _head(source, longest)
-    return _sound(source, head, head.facts.frames)
+    return _sound(source, _head(source, longest))
 
 
 def _frames(source: Source, head: _Head, count: int) -> Iterator[np.ndarray]:
@@ -112,12 +111,11 @@ def _picture(frame: "av.VideoFrame", head: _Head) -> np.ndarray:
     return np.ascontiguousarray(head.turn(frame.to_ndarray(format="rgb24", width=width, height=height)))
 
 
-def _sound(source: Source, head: _Head, frames: int) -> np.ndarray | None:
-    samples = min(head.facts.samples, audio_samples(frames))
-    if not samples:
+def _sound(source: Source, head: _Head) -> np.ndarray | None:
+    if not head.facts.samples:
         return None
     with open_container(source, "a film") as container:
-        return decode_sound(container, sound_track(container), source, samples, head.lead)
+        return decode_sound(container, sound_track(container), source, head.facts.samples, head.lead)
 
 
 def _head(source: Source, longest: float) -> _Head:
