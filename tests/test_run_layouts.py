@@ -1,0 +1,139 @@
+"""Every layout against diffusers' pipeline, step by step, from prompt to clean latents; its bytes against the plan.
+
+Real ranks over gloo run the pipeline's own stages on whole tiny sets of both forms. The largest error of each layout is
+a property of its test: `pytest -o junit_family=xunit1 --junitxml=FILE tests/test_run_layouts.py` writes them down.
+"""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from official_pipeline import official_pipeline, run_official
+from stages import Run, Walked, prepare_run, walk
+from world import World
+
+from h3dist import pipeline
+from h3dist.checkpoint.comfy import open_denoiser
+from h3dist.checkpoint.tiny import write_tiny
+from h3dist.plan import Layout
+from h3dist.topology import Ranks
+
+REQUEST = {
+    "prompt": " A boat at dawn. <d>[English] Go.</d>",
+    "width": 96,
+    "height": 96,
+    "frames": 22,
+    "steps": 3,
+    "seed": 440420,
+}
+LAYOUTS = [
+    *(Layout(sp=ranks) for ranks in (2, 3, 4, 6, 7, 8)),
+    *(Layout(tp=ranks) for ranks in (2, 4, 6, 8)),
+    *(Layout(sp=sp, tp=tp) for sp, tp in ((2, 2), (2, 3), (3, 2))),
+]
+TOLERANCE = 1e-5  # relative, in the 2-norm; all runs are in float32
+
+
+@dataclass(frozen=True)
+class Case:
+    """A set of one form, what diffusers makes of the request, and what one of our ranks does."""
+
+    paths: dict[str, Path]
+    run: Run
+    expected: dict[str, torch.Tensor]
+    single: Walked
+
+
+def mode(layout: Layout) -> str:
+    if layout.world == 1:
+        return "single"
+    return "ulysses" if layout.tp == 1 else "tensor" if layout.sp == 1 else "hybrid"
+
+
+def name(layout: Layout) -> str:
+    return f"{mode(layout)}-{layout.sp}x{layout.tp}"
+
+
+@pytest.fixture(scope="module")
+def world():
+    with World(8) as world:
+        yield world
+
+
+@pytest.fixture(scope="module", params=["curve", "full"])
+def case(request, world, tmp_path_factory) -> Case:
+    folder: Path = tmp_path_factory.mktemp(request.param)
+    paths = write_tiny(folder / "set", request.param, seed=11)
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    expected = run_official(official_pipeline(paths), REQUEST)
+    torch.set_num_threads(before)
+    run = prepare_run(paths, REQUEST, folder, "sampler=official", trace="trace.safetensors")
+    return Case(paths, run, expected, world.run(walk, run, Layout(), True, ranks=1)[0])
+
+
+def errors(case: Case, walked: Walked) -> dict[str, float]:
+    """The relative error in the 2-norm of everything that rank 0 kept."""
+    found = {}
+    for key, ours in walked.trace.items():
+        got, want = torch.from_numpy(ours).double(), case.expected[key].double()
+        assert got.shape == want.shape, key
+        found[key] = ((got - want).norm() / want.norm()).item()
+    assert len(found) == 3 + 2 * REQUEST["steps"]
+    return found
+
+
+def check(case: Case, ranks: list[Walked], record_property) -> None:
+    found = errors(case, ranks[0])
+    record_property("largest_error", max(value for key, value in found.items() if "latents" in key))
+    assert max(found.values()) <= TOLERANCE, found
+    assert {rank.hashes for rank in ranks} == {ranks[0].hashes}, "the ranks' latents differ"
+    assert {rank.again for rank in ranks} == {ranks[0].hashes}, "a second run's latents differ"
+    for rank in ranks:
+        assert rank.sent == rank.planned
+        counted, planned = rank.file_bytes
+        assert counted == planned
+
+
+def test_no_layout_divides_the_rows(case):
+    rows = case.single.rows[1]
+    assert all(rows % ranks for ranks in range(2, 9))
+
+
+def test_one_rank_gives_the_official_latents_after_every_step(case, record_property):
+    check(case, [case.single], record_property)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=name)
+def test_a_layout_gives_the_official_latents_after_every_step(case, world, layout, record_property):
+    ranks = world.run(walk, case.run, layout, True, ranks=layout.world)
+    check(case, ranks, record_property)
+    assert sum(sum(rank.sent.values()) for rank in ranks) > 0
+    for rank in ranks[1:]:
+        assert rank.heavy == (), "only rank 0 encodes and decodes"
+
+
+@pytest.mark.parametrize("mode", ["ulysses", "tensor", "hybrid"])
+def test_one_rank_of_any_mode_gives_the_single_runs_bits(case, world, mode):
+    config = replace(case.run.config, parallel=replace(case.run.config.parallel, mode=mode))
+    layout = pipeline.choose_layout(config, None, Ranks(), open_denoiser(config.model.denoiser))
+    assert layout == Layout()
+    alone = world.run(walk, replace(case.run, config=config), layout, ranks=1)[0]
+    assert alone.hashes == case.single.hashes
+    assert not any(alone.sent.values())
+
+
+@pytest.mark.parametrize("layout", [Layout(sp=8), Layout(sp=2, tp=4)], ids=name)
+def test_ranks_without_rows_take_part(case, world, layout, tmp_path):
+    """19 rows, three for each rank: the last has none, and the one before it a single one."""
+    short = REQUEST | {"prompt": "x", "width": 32, "height": 32, "frames": 5}
+    run = Run(case.run.config, prepare_run(case.paths, short, tmp_path, trace="trace.safetensors").job)
+    single = world.run(walk, run, Layout(), ranks=1)[0]
+    ranks = world.run(walk, run, layout, ranks=8)
+    assert [stop - start for start, stop in (rank.rows for rank in ranks)] == [3] * 6 + [1, 0]
+    assert {rank.hashes for rank in ranks} == {ranks[0].hashes}
+    for key, want in single.trace.items():
+        assert np.linalg.norm(ranks[0].trace[key] - want) <= TOLERANCE * np.linalg.norm(want), key
+    assert all(rank.sent == rank.planned and len(set(rank.file_bytes)) == 1 for rank in ranks)
