@@ -12,7 +12,7 @@ from h3dist import errors, launcher
 from h3dist.cli import typed
 from h3dist.cli.commands import main
 from h3dist.config import compose
-from h3dist.request import parse_request, resolve
+from h3dist.request import FIELDS, TASKS, json_schema, parse_request, resolve
 from tests.prompts import PROMPTS
 
 NAMES = [
@@ -125,15 +125,22 @@ def test_with_a_file_every_word_is_an_override(run, refused, tmp_path):
     assert "is no override" in refused("generate", "a prompt", "--prompt-file", str(path))
 
 
+def test_media_arrive_as_absolute_paths(run, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    words = ["request.first_frame=a.png", "request.keyframes=[{image: 'b, (1).png', frame: 7}]"]
+    request = run("generate", "a fox", *words)[1].request
+    assert request["first_frame"] == str(tmp_path / "a.png")
+    assert request["keyframes"] == [{"image": str(tmp_path / "b, (1).png"), "frame": 7}]
+    assert parse_request(request).task == "fl2va"
+
+
 def test_overrides_pass_untouched(run):
     words = ["model.denoiser='/a b,c'", 'output.latents="x y"', "hydra.verbose=true", "runtime.timeout=5"]
     assert run("generate", "a fox", *words)[1].overrides == words
 
 
 def test_options_of_the_run(run):
-    job = run(
-        "generate", "-v", "a fox", "--gpus", "6", "--mode", "hybrid", "--attention", "sdpa", "parallel.sp=3"
-    )[1]
+    job = run("generate", "-v", "a fox", "--gpus", "6", "--mode", "hybrid", "--attention", "sdpa", "parallel.sp=3")[1]
     assert job.overrides == ["parallel=hybrid", "attention=sdpa", "parallel.sp=3"]
     assert (job.gpus, job.verbose, job.output) == (6, True, {"path": None, "clobber": None})
     job = run("-v", "generate", "a fox", "--no-clobber", "--allow-untrained", "--gpus", "auto")[1]
@@ -214,7 +221,9 @@ def test_the_code_of_the_run_is_the_code_of_the_command(monkeypatch):
 
 def test_small_commands(run):
     assert run("--version")[2] == f"h3dist {version('h3dist')}\n"
-    assert run("tasks")[2].startswith("t2va ")
+    told = run("tasks")[2]
+    assert told.startswith("t2va ") and all(name in told for name in (*TASKS, *FIELDS, "9 images", "89 million"))
+    assert json.loads(run("tasks", "--json")[2]) == json_schema()
     assert run("attention")[2].startswith("sdpa ")
     assert run("tiny", "x", "--form", "curved")[3].endswith("did you mean 'curve'?\n")
     assert run("nothing")[0] == 2
