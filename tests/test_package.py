@@ -41,7 +41,8 @@ def test_the_wheel_holds_the_configuration(tmp_path):
         path.relative_to(tmp_path / "site/h3dist") for path in (tmp_path / "site/h3dist/conf").rglob("*.yaml")
     }
     assert shipped == {path.relative_to(ROOT) for path in (ROOT / "conf").rglob("*.yaml")}
-    assert (tmp_path / "site/h3dist/request/schema.json").read_bytes() == (ROOT / "h3dist/request/schema.json").read_bytes()
+    schema = "h3dist/request/schema.json"
+    assert (tmp_path / "site" / schema).read_bytes() == (ROOT / schema).read_bytes()
     code = "from h3dist.config import compose, conf_dir; compose(['preset=reference']); print(conf_dir())"
     environment = os.environ | {"PYTHONPATH": str(tmp_path / "site")}
     told = subprocess.run(
