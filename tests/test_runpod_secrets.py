@@ -39,7 +39,7 @@ class Watch:
                 with suppress(OSError):
                     line = Path(f"/proc/{name}/cmdline").read_bytes().decode(errors="replace")
                     self.seen.add(line)
-                    if line.startswith(("tmux\0", "tail\0")):
+                    if line.startswith(("ssh\0", "tmux\0", "tail\0")):
                         self.seen.add(Path(f"/proc/{name}/environ").read_bytes().decode(errors="replace"))
 
 
