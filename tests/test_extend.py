@@ -127,13 +127,6 @@ def test_where_the_new_clip_fails_nothing_is_left(tmp_path, monkeypatch):
     assert [path.name for path in tmp_path.iterdir()] == ["a.mp4"]
 
 
-def test_until_the_model_takes_guides_the_launcher_refuses(tmp_path):
-    clip = film(tmp_path / "a.mp4", 0, 22)
-    with pytest.raises(RequestError, match="keyframes cannot be used by this version yet"):
-        run_extend(clip, Job({"prompt": "x"}), str(tmp_path / "b.mp4"))
-    assert [path.name for path in tmp_path.iterdir()] == ["a.mp4"]
-
-
 @pytest.mark.parametrize(
     ("fields", "overlap", "said"),
     [
