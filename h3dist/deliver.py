@@ -3,9 +3,10 @@
 Shape letters: T h w latent frames, height and width; A audio latents a channel; F frames, H W pixels, N samples.
 """
 
+import shlex
+import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from h3dist.checkpoint.comfy import StateFile, open_vaes
 from h3dist.config import Config
 from h3dist.errors import OutputError
 from h3dist.media import write_mp4, write_wav
-from h3dist.outputs import Outputs, check_outputs, choose_outputs
+from h3dist.outputs import Outputs, check_outputs, choose_outputs, refuse_inputs
 from h3dist.plan import Plan
 from h3dist.request import Resolved, parse_request, resolve
 from h3dist.saved import latents, load_latents, save_tensors, sha256
@@ -60,10 +61,13 @@ def deliver(
         with all_cores():
             write_clip(config, device, outputs, given)
         seconds = {**given.seconds, "decode": time.perf_counter() - begun}
-        write_sidecar(outputs.parts["sidecar"], tell(config, given, reports, seconds))
+        with outputs.writing("sidecar") as part:
+            write_sidecar(part, tell(config, given, reports, seconds))
         publish(outputs)
     except Exception:
-        rescue(outputs, given)
+        outputs.discard()  # before the latents are kept: the disk may be full of what failed
+        if outputs.rescue:
+            rescue(outputs, given)
         raise
     finally:
         outputs.discard()
@@ -73,9 +77,11 @@ def save_asked(outputs: Outputs, given: Delivery) -> None:
     """The latents and the trace that were asked for, before anything is decoded."""
     request, final = given.resolved.as_request(), latents(given.video, given.audio)
     if outputs.latents:
-        save_tensors(outputs.parts["latents"], final, request)
+        with outputs.writing("latents") as part:
+            save_tensors(part, final, request)
     if outputs.trace:
-        save_tensors(outputs.parts["trace"], {**given.trace, **final}, request)
+        with outputs.writing("trace") as part:
+            save_tensors(part, {**given.trace, **final}, request)
 
 
 def write_clip(config: Config, device: torch.device, outputs: Outputs, given: Delivery) -> None:
@@ -84,21 +90,24 @@ def write_clip(config: Config, device: torch.device, outputs: Outputs, given: De
     sound_2N = AudioVae.load(given.audio_vae, config.model.audio_vae_config, device).decode(given.audio)
     vae = VideoVae.load(given.video_vae, config.model.video_vae_config, device)
     kept: list[Tensor] | None = [] if outputs.intermediates else None
-    write_mp4(
-        outputs.parts["path"],
-        keeping(vae.decode(given.video), kept),
-        sound_2N if resolved.mux_audio else None,
-        width=resolved.width,
-        height=resolved.height,
-        frames=resolved.frames,
-        metadata={"title": resolved.prompt, "comment": f"h3dist, seed {resolved.seed}"},
-    )
+    with outputs.writing("path") as part:
+        write_mp4(
+            part,
+            keeping(vae.decode(given.video), kept),
+            sound_2N if resolved.mux_audio else None,
+            width=resolved.width,
+            height=resolved.height,
+            frames=resolved.frames,
+            metadata={"title": resolved.prompt, "comment": f"h3dist, seed {resolved.seed}"},
+        )
     if outputs.sound:
-        write_wav(outputs.parts["sound"], sound_2N, frames=resolved.frames)
+        with outputs.writing("sound") as part:
+            write_wav(part, sound_2N, frames=resolved.frames)
     if kept is not None:
         decoded = {"frames": torch.cat(kept), "audio": sound_2N}
         tensors = {**given.conditioning, **latents(given.video, given.audio), **decoded}
-        save_tensors(outputs.parts["intermediates"], tensors, resolved.as_request())
+        with outputs.writing("intermediates") as part:
+            save_tensors(part, tensors, resolved.as_request())
 
 
 def keeping(chunks: Iterable[Tensor], kept: list[Tensor] | None) -> Iterator[Tensor]:
@@ -133,10 +142,16 @@ def publish(outputs: Outputs) -> None:
 
 
 def rescue(outputs: Outputs, given: Delivery) -> None:
-    """Keep the latents of a run that failed after denoising, if the disk takes them; the first error stands."""
-    with suppress(OutputError):
-        save_tensors(outputs.parts["rescue"], latents(given.video, given.audio), given.resolved.as_request())
+    """Keep the latents of a run that failed after denoising, and say so; the first error stands."""
+    try:
+        with outputs.writing("rescue") as part:
+            save_tensors(part, latents(given.video, given.audio), given.resolved.as_request())
         outputs.publish("rescue")
+    except OutputError as error:
+        told = f"the latents could not be kept: {error}"
+    else:
+        told = f"the latents are kept; this goes on from them: h3dist decode {shlex.quote(str(outputs.rescue))}"
+    print(f"h3dist: {told}", file=sys.stderr, flush=True)
 
 
 def decode_file(config: Config, path: Path, output: Mapping[str, Any]) -> str:
@@ -150,7 +165,8 @@ def decode_file(config: Config, path: Path, output: Mapping[str, Any]) -> str:
     said = vars(config.output) | {name: value for name, value in output.items() if value is not None}
     if output.get("path") is None:
         said["path"] = str(path).removesuffix(".safetensors").removesuffix(".latents") + ".mp4"
-    outputs = choose_outputs(**said, mux_audio=resolved.mux_audio)
+    outputs = choose_outputs(**said, mux_audio=resolved.mux_audio, rescue=False)
+    refuse_inputs(outputs, [str(path), *vars(config.model).values()])
     check_outputs(outputs, resolved.geometry, resolved.steps)
     video_vae, audio_vae, _ = open_vaes(config.model)
     device = pick_device(config, Ranks())

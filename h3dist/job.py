@@ -6,24 +6,29 @@
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from h3dist.config import Config
 from h3dist.intake import read_request
-from h3dist.outputs import check_outputs, choose_outputs
+from h3dist.outputs import check_outputs, choose_outputs, refuse_inputs
 
 
-def make_job(config: Config, fields: Mapping[str, Any], output: Mapping[str, Any]) -> dict[str, Any]:
+def make_job(
+    config: Config, fields: Mapping[str, Any], output: Mapping[str, Any], inputs: Sequence[str] = ()
+) -> dict[str, Any]:
     """The job for a request of `fields`, checked as far as can be before any work.
 
     `output` says where to write (`path`, `latents`, `intermediates`, `trace`, `clobber`); what it leaves out
-    or null comes from the configuration. Raises `RequestError` and `OutputError`.
+    or null comes from the configuration. `inputs` are files that `fields` were read from, which no output may
+    replace. Raises `RequestError` and `OutputError`.
     """
     resolved = read_request(config, fields)
     said = vars(config.output) | {name: value for name, value in output.items() if value is not None}
     outputs = choose_outputs(**said, mux_audio=resolved.mux_audio)
+    read = (config.request.file, config.request.prompt_file, *vars(config.model).values(), *inputs)
+    refuse_inputs(outputs, read)
     check_outputs(outputs, resolved.geometry, resolved.steps)
     return {
         "request": resolved.as_request(),

@@ -23,13 +23,17 @@ from h3dist.torchrun import run_folder, torchrun
 
 @dataclass(frozen=True)
 class Job:
-    """What the command line asks for: fields of the request and of the output; no `gpus` stands for auto."""
+    """What the command line asks for: fields of the request and of the output; no `gpus` stands for auto.
+
+    `inputs` are the files that the request was read from.
+    """
 
     request: dict[str, Any]
     overrides: list[str] = field(default_factory=list)
     gpus: int | None = None
     output: dict[str, Any] = field(default_factory=dict)
     verbose: bool = False
+    inputs: tuple[str, ...] = ()
 
 
 def run_generate(job: Job) -> int:
@@ -42,7 +46,7 @@ def run_generate(job: Job) -> int:
 
     with on_signals(_exit):
         config = compose(job.overrides)
-        made = make_job(config, job.request, job.output)
+        made = make_job(config, job.request, job.output, job.inputs)
         plan, notes = plan_run(config, made["request"], job.gpus)
         check_devices(config, plan.layout.world)
         for note in (*made["notes"], *notes):

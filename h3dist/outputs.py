@@ -10,7 +10,8 @@ import os
 import secrets
 import stat
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -35,13 +36,13 @@ class Outputs:
     """Absolute paths of all files that a run may write, and in `parts` of their temporary forms by field.
 
     `sidecar` is the JSON beside the MP4 `path`, `sound` the WAV beside a silent one, `rescue` the latents
-    that are left if decode or mux fails. None: not asked for.
+    that are left if decode or mux fails. None: not asked for, or not needed.
     """
 
     path: str
     sidecar: str
     sound: str | None
-    rescue: str
+    rescue: str | None
     latents: str | None
     intermediates: str | None
     trace: str | None
@@ -55,6 +56,17 @@ class Outputs:
     def targets(self) -> dict[str, str]:
         """Final paths by field name, those that are asked for."""
         return {role: getattr(self, role) for role in ROLES if getattr(self, role) is not None}
+
+    @contextmanager
+    def writing(self, role: str) -> Iterator[str]:
+        """The temporary path of a field, to be written inside. What fails there names the final path.
+
+        Raises `OutputError`.
+        """
+        try:
+            yield self.parts[role]
+        except OutputError as error:
+            raise OutputError(str(error).replace(self.parts[role], getattr(self, role))) from error
 
     def publish(self, role: str) -> None:
         """Rename the temporary file of a field to its final name. Raises `OutputError`."""
@@ -88,16 +100,19 @@ def choose_outputs(
     trace: str | None = None,
     clobber: bool = True,
     mux_audio: bool = True,
+    rescue: bool = True,
 ) -> Outputs:
     """Name every file of a run from what the user named, relative to the working directory.
 
-    Raises `OutputError` where a folder is missing or one file was named twice. Touches no file.
+    Without `rescue` no latents are kept if decode or mux fails, since they are in a file already. Raises
+    `OutputError` where a folder is missing or one file was named twice. Touches no file.
     """
     path = _absolute(path)
     extra = {"latents": latents, "intermediates": intermediates, "trace": trace}
     named = {role: _absolute(value) for role, value in extra.items() if value is not None}
-    files = {"path": path, "sidecar": beside(path, ".json"), "rescue": beside(path, ".latents.safetensors")}
-    files |= named | ({} if mux_audio else {"sound": beside(path, ".wav")})
+    files = {"path": path, "sidecar": beside(path, ".json"), **named}
+    files |= {} if mux_audio else {"sound": beside(path, ".wav")}
+    files |= {"rescue": beside(path, ".latents.safetensors")} if rescue else {}
     twice = [file for file, count in Counter(files.values()).items() if count > 1]
     if twice:
         raise OutputError(f"{twice[0]} is named for two outputs; each needs a file of its own")
@@ -135,11 +150,20 @@ def check_outputs(outputs: Outputs, geometry: Geometry, steps: int) -> None:
     for target in outputs.targets().values():
         _check_target(target)
     if not outputs.clobber:
-        for role in outputs.targets().keys() - {"rescue"}:
-            _refuse_existing(getattr(outputs, role))
+        for target in outputs.targets().values():
+            _refuse_existing(target)
     for role, part in outputs.parts.items():
         _check_writable(part, getattr(outputs, role))
     _check_room(outputs, geometry, steps)
+
+
+def refuse_inputs(outputs: Outputs, inputs: Iterable[str | None]) -> None:
+    """Raise `OutputError` where a run would replace one of the files that it reads, as far as they are named."""
+    read = {os.path.realpath(path) for path in inputs if path}
+    for role, target in outputs.targets().items():
+        if os.path.realpath(target) in read:
+            what = "" if role == "path" else f", as the {role} of {outputs.path},"
+            raise OutputError(f"this run reads {target} and would replace it{what} with its own; name another output")
 
 
 def bytes_needed(geometry: Geometry, steps: int) -> dict[str, int]:

@@ -79,6 +79,7 @@ def generate(
         gpus=rank_count(gpus),
         output=output_options(asked.overrides, output, no_clobber),
         verbose=verbose,
+        inputs=tuple(filter(None, (request, prompt_file))),
     )
     raise typer.Exit(launcher.run_generate(job))
 
