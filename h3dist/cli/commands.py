@@ -5,6 +5,7 @@ from typing import Annotated
 import typer
 
 from h3dist.cli.extend import extend
+from h3dist.cli.matrix import matrix
 from h3dist.cli.shell import (
     Attention,
     Commands,
@@ -24,7 +25,7 @@ from h3dist.cli.shell import (
 from h3dist.errors import ConfigError, nearest
 
 EPILOG = (
-    "Exit codes: 0 done; 1 unexpected, or files that differ; 2 request or configuration; 3 checkpoint; "
+    "Exit codes: 0 done; 1 unexpected, files that differ, cells that failed; 2 request or configuration; 3 checkpoint; "
     "4 the plan is not legal or does not fit; 5 output; 6 NaN or infinity; 7 a rank died or timed out; "
     "8 a package is missing; 130 interrupted; 143 terminated."
 )
@@ -207,6 +208,9 @@ def tasks(
 
 
 app.command()(extend)
+
+
+app.command()(matrix)
 
 
 def main() -> None:

@@ -1,0 +1,91 @@
+"""One rank of a cell on random weights, the module that torchrun starts: `python -m h3dist.matrix.cell TOLD`.
+
+TOLD is the JSON that `random_run.start_random` wrote. Rank 0 leaves every rank's report and the latents.
+"""
+
+import json
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from h3dist import workers
+from h3dist.config import Config, RuntimeConfig
+from h3dist.errors import NumericsError
+from h3dist.matrix.random_run import Spec, plan_of
+from h3dist.status import StatusFile
+from h3dist.topology import Ranks, read_ranks, threads_per_rank
+
+if TYPE_CHECKING:
+    from h3dist.bench.steps import Measured
+    from h3dist.comm import Comm
+
+
+def main() -> None:
+    """Do this rank's part of the cell."""
+    told, ranks = json.loads(Path(sys.argv[1]).read_text(encoding="ascii")), read_ranks()
+    workers.run(lambda: work(told, ranks), ranks, told["status_dir"], [])
+
+
+def work(told: Mapping[str, Any], ranks: Ranks) -> None:
+    """Measure, and leave the reports. torch is imported here: by now the rank has said that it is there."""
+    begun = time.perf_counter()
+    import torch
+
+    from h3dist.bench.steps import measure_steps
+    from h3dist.comm import Comm
+    from h3dist.site import pick_device
+
+    runtime = RuntimeConfig(**told["runtime"])
+    torch.set_num_threads(threads_per_rank(runtime.threads, ranks.local_world))
+    plan, status = plan_of(Spec(**told["spec"])), StatusFile.of(told["status_dir"], ranks.rank)
+    device = pick_device(Config(runtime=runtime), ranks)
+    limits = {"timeout": runtime.timeout, "stage_timeout": runtime.stage_timeout}
+    status.enter("start")
+    with Comm.connect(ranks, plan.layout, device, backend=runtime.backend, **limits) as comm:
+        comm.same("the plan", plan.digest)
+        connected = time.perf_counter()
+        status.enter("measure")
+        measured = measure_steps(plan, comm, device, seed=told["spec"]["seed"])
+        denoise = sum(measured.seconds)
+        load = time.perf_counter() - connected - denoise
+        stages = {"start": connected - begun, "load": load, "denoise": denoise}
+        with comm.stage("report"):
+            leave(told, plan.digest, measured, comm, report(measured, stages, device), ranks)
+
+
+def report(measured: "Measured", stages: Mapping[str, float], device: Any) -> dict[str, Any]:
+    """One rank's figures: seconds, and bytes of memory and sent."""
+    import resource
+
+    import torch
+
+    cuda = device.type == "cuda"
+    return {
+        "device": torch.cuda.get_device_name(device) if cuda else "cpu",
+        "step_seconds": list(measured.seconds),
+        "stages": dict(stages),
+        "sent": measured.sent,
+        "resident": measured.resident if cuda else None,
+        "peak_memory": measured.peak if cuda else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+    }
+
+
+def leave(
+    told: Mapping[str, Any], digest: str, measured: "Measured", comm: "Comm", own: Mapping[str, Any], ranks: Ranks
+) -> None:
+    """Rank 0 writes all ranks' reports and the latents. Raises `NumericsError` for latents that are none."""
+    from safetensors.torch import save_file
+
+    if not measured.latents.isfinite().all():
+        raise NumericsError("the latents hold NaN or infinity")
+    reports = [json.loads(text) for text in comm.collect("reports", json.dumps(own))]
+    if ranks.rank == 0:
+        save_file({"latents": measured.latents}, told["latents"])
+        result = {"plan_digest": digest, "ranks": reports}
+        Path(told["result"]).write_text(json.dumps(result, allow_nan=False), encoding="ascii")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,87 @@
+"""The cells of a matrix: which runs it is made of, in which order, and which of them cannot be."""
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import product
+from typing import TYPE_CHECKING, Any
+
+from h3dist.config import Config
+from h3dist.errors import ConfigError, PlanError
+from h3dist.matrix.config import MatrixConfig, Shape
+from h3dist.plan import Layout, Plan, make_layout
+from h3dist.topology import visible_devices
+
+if TYPE_CHECKING:
+    from h3dist.checkpoint.comfy import DenoiserDims
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One run of a matrix. `asked` is the word for its layout, `settings` all that it shares with the other cells."""
+
+    shape: Shape
+    asked: str
+    ranks: int
+    attention: str
+    repeat: int
+    settings: Mapping[str, Any]
+
+    @property
+    def name(self) -> str:
+        """For people: 864x480x141 ulysses 4 sdpa #1."""
+        return f"{self.shape} {self.asked} {self.ranks} {self.attention} #{self.repeat}"
+
+    @property
+    def key(self) -> str:
+        """16 hexadecimal digits that tell this cell from every one of another configuration."""
+        told = [str(self.shape), self.asked, self.ranks, self.attention, self.repeat, dict(self.settings)]
+        return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:16]
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A cell with its plan, or without one and the reason why it cannot run here."""
+
+    cell: Cell
+    plan: Plan | None = None
+    reason: str | None = None
+
+
+def cells_of(config: MatrixConfig, settings: Mapping[str, Any]) -> Iterator[Cell]:
+    """Every cell, baselines first; a repeat begins when all cells have run once more."""
+    axes = (range(1, config.repeats + 1), config.shapes, sorted(set(config.worlds)), config.layouts, config.attentions)
+    for repeat, shape, ranks, asked, attention in product(*axes):
+        yield Cell(Shape.of(shape), asked, ranks, attention, repeat, settings)
+
+
+def layout_of(cell: Cell, dims: "DenoiserDims") -> Layout:
+    """The layout that a cell asks for. Raises `PlanError` where its number of ranks or the model has none such."""
+    if "x" in cell.asked:
+        sp, tp = map(int, cell.asked.split("x"))
+        return make_layout("hybrid", cell.ranks, sp, tp, dims)
+    return make_layout(cell.asked, cell.ranks, None, None, dims)
+
+
+class Feasible:
+    """Says of cell after cell why it need not or cannot run: too few devices, no such layout, the same as another."""
+
+    def __init__(self, config: Config, dims: "DenoiserDims") -> None:
+        self._dims = dims
+        self.gpus = len(visible_devices()) if config.runtime.device != "cpu" else 0
+        self._shared = config.runtime.backend == "gloo"
+        self._seen: dict[tuple[Any, ...], Cell] = {}
+        if config.runtime.device == "cuda" and not self.gpus:
+            raise ConfigError("runtime.device=cuda: no GPU is visible; runtime.device=cpu runs on the processor")
+
+    def layout(self, cell: Cell) -> Layout:
+        """The cell's layout. Raises `PlanError` with the reason."""
+        if 0 < self.gpus < cell.ranks and not self._shared:
+            raise PlanError(f"{cell.ranks} ranks, {self.gpus} GPUs visible")
+        layout = layout_of(cell, self._dims)
+        run = (cell.shape, layout, cell.attention, cell.repeat)
+        first = self._seen.setdefault(run, cell)
+        if first is not cell:
+            raise PlanError(f"{layout} is the layout of {first.asked} {first.ranks}")
+        return layout

@@ -1,0 +1,124 @@
+"""What a matrix is made of: the keys of `conf/matrix.yaml`, and which overrides its runs take too."""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from h3dist.config import Config, compose, config_keys, parse_override, to_config
+from h3dist.errors import ConfigError, nearest
+from h3dist.plan import MODES
+
+SIZES = ("released", "small")
+NAMED = tuple(mode for mode in MODES if mode != "auto")
+BY_CELLS = {  # what the cells decide, and the key that says it for all of them
+    "parallel": "layouts=[...] and worlds=[...]",
+    "attention": "attentions=[...]",
+    "output": "results=FILE",
+    "job": "results=FILE",
+    "request.width": "shapes=[...]",
+    "request.height": "shapes=[...]",
+    "request.frames": "shapes=[...]",
+    "request.duration": "shapes=[...]",
+}
+OF_CLIPS = ("model", "sampler", "request.prompt", "request.prompt_file", "request.file", "request.mux_audio")
+OF_RANDOM_WEIGHTS = ("size", "text_rows")
+
+
+@dataclass
+class MatrixConfig(Config):
+    """The axes of a matrix, and how to go through its cells, beside everything that a run takes."""
+
+    name: str = "scaling"
+    layouts: list[str] = field(default_factory=list)  # single, ulysses, tensor, hybrid, or SPxTP such as 4x2
+    worlds: list[int] = field(default_factory=list)  # numbers of ranks
+    shapes: list[str] = field(default_factory=list)  # WIDTHxHEIGHTxFRAMES
+    attentions: list[str] = field(default_factory=lambda: ["sdpa"])
+    repeats: int = 1
+    denoise_only: bool = True  # denoiser steps on random weights; false: whole clips from the checkpoints
+    size: str = "released"  # of the random model
+    text_rows: int = 400  # of the random prompt
+    cell_seconds: float = 900  # a cell that takes longer is ended
+    save_latents: bool = True  # keep each cell's latents beside the JSON
+    resume: bool = True  # keep the done cells of the JSON that is there; false: set it aside
+    results: str = "h3dist-matrix-${name}.json"
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A canvas in pixels and a number of frames."""
+
+    width: int
+    height: int
+    frames: int
+
+    def __str__(self) -> str:
+        return f"{self.width}x{self.height}x{self.frames}"
+
+    @classmethod
+    def of(cls, text: str) -> "Shape":
+        """The shape written as 864x480x141. Raises `ConfigError`; sizes are judged with the request."""
+        found = re.fullmatch(r"(\d{1,6})x(\d{1,6})x(\d{1,6})", text)
+        if found is None:
+            raise ConfigError(f"shapes: {text!r} is none; write WIDTHxHEIGHTxFRAMES, as in 864x480x141")
+        return cls(*map(int, found.groups()))
+
+
+def compose_matrix(overrides: Sequence[str]) -> tuple[MatrixConfig, list[str]]:
+    """The matrix that `overrides` ask for, and those of them that each of its runs takes. Raises `ConfigError`."""
+    config = compose(overrides, "matrix", MatrixConfig)
+    assert isinstance(config, MatrixConfig)
+    return _checked(config, overrides), run_words(overrides)
+
+
+def matrix_of(composed: object, overrides: Sequence[str]) -> tuple[MatrixConfig, list[str]]:
+    """The same from what a Hydra app composed."""
+    config = to_config(composed, overrides)  # type: ignore[arg-type]
+    assert isinstance(config, MatrixConfig)
+    return _checked(config, overrides), run_words(overrides)
+
+
+def run_words(overrides: Sequence[str]) -> list[str]:
+    """The overrides that are not the matrix's own."""
+    own = {"matrix"} | (config_keys(MatrixConfig).keys() - config_keys(Config).keys())
+    return [word for word in overrides if parse_override(word).key_or_group not in own]
+
+
+def _checked(config: MatrixConfig, overrides: Sequence[str]) -> MatrixConfig:
+    for axis in ("layouts", "worlds", "shapes", "attentions"):
+        if not getattr(config, axis):
+            raise ConfigError(f"{axis}=[]: a matrix without {axis} has no cells")
+    for name in ("worlds", "repeats", "text_rows", "cell_seconds"):
+        values = getattr(config, name)
+        for value in values if isinstance(values, list) else [values]:
+            if not 0 < value < float("inf"):
+                raise ConfigError(f"{name}={value}: must be above 0")
+    if config.size not in SIZES:
+        raise ConfigError(f"size={config.size}: must be one of {', '.join(SIZES)}{nearest(config.size, SIZES)}")
+    for layout in config.layouts:
+        _check_layout(layout)
+    for shape in config.shapes:
+        Shape.of(shape)
+    _check_words(config, overrides)
+    return config
+
+
+def _check_layout(name: str) -> None:
+    if name == "auto":
+        raise ConfigError("layouts: auto is one of the others; a matrix runs them all")
+    if name not in NAMED and not re.fullmatch(r"[1-9]\d*x[1-9]\d*", name):
+        raise ConfigError(f"layouts: {name!r} is none of {', '.join(NAMED)}, or SPxTP as in 4x2{nearest(name, NAMED)}")
+
+
+def _check_words(config: MatrixConfig, overrides: Sequence[str]) -> None:
+    """Refuse overrides that no cell would read."""
+    unread = OF_CLIPS if config.denoise_only else OF_RANDOM_WEIGHTS
+    for word in overrides:
+        key = parse_override(word).key_or_group
+        for name, instead in BY_CELLS.items():
+            if key == name or key.startswith(name + "."):
+                raise ConfigError(f"{word}: the cells of a matrix decide that; use {instead}")
+        if any(key == name or key.startswith(name + ".") for name in unread):
+            other = str(not config.denoise_only).lower()
+            raise ConfigError(
+                f"{word}: not read with denoise_only={str(config.denoise_only).lower()}; denoise_only={other} does"
+            )

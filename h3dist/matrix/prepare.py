@@ -1,0 +1,70 @@
+"""A matrix before it runs: every cell planned, and how each would start."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from h3dist.errors import PlanError
+from h3dist.matrix import clip_run, random_run
+from h3dist.matrix.cells import Cell, Feasible, Planned, cells_of
+from h3dist.matrix.config import MatrixConfig
+from h3dist.matrix.start import Start, Starter
+from h3dist.preflight import check_backend
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """A matrix that is about to run: its cells, the file of its JSON, how its cells start."""
+
+    config: MatrixConfig
+    words: list[str]  # the overrides that each cell's run takes
+    backend: str  # what moves tensors between ranks
+    cells: tuple[Planned, ...]
+    path: Path
+    start: Starter
+
+    @property
+    def latents(self) -> Path:
+        """The folder of all cells' latents."""
+        return self.path.with_name(f"{self.path.name}.latents")
+
+    def figures(self, folder: Path) -> dict[str, Any]:
+        """What the ranks of a cell measured, from its folder."""
+        return random_run.read_random(folder) if self.config.denoise_only else clip_run.read_clip(folder)
+
+
+def prepare(config: MatrixConfig, words: list[str], path: Path, start: Starter | None = None) -> Matrix:
+    """Plan every cell. Raises what a bad request, configuration or checkpoint raises.
+
+    `start` says how a cell's ranks start; without it they start as the configuration says.
+    """
+    dims = random_run.dims_of(config.size if config.denoise_only else "released")  # a clip's plan knows its own
+    feasible = Feasible(config, dims)
+    device = "cuda" if feasible.gpus else "cpu"
+    backend = check_backend(config, device)
+    shared = random_run.random_settings if config.denoise_only else clip_run.clip_settings
+    settings = shared(config, device) | {"backend": backend}
+    cells = tuple(_plan(cell, feasible, config, words) for cell in cells_of(config, settings))
+    return Matrix(config, words, backend, cells, path, start or starter(config, words))
+
+
+def _plan(cell: Cell, feasible: Feasible, config: MatrixConfig, words: list[str]) -> Planned:
+    try:
+        layout = feasible.layout(cell)
+        if config.denoise_only:
+            return Planned(cell, random_run.plan_random(cell, layout, config))
+        return Planned(cell, clip_run.plan_clip(cell, layout, config, words))
+    except PlanError as error:
+        return Planned(cell, reason=str(error))
+
+
+def starter(config: MatrixConfig, words: list[str]) -> Starter:
+    """How the cells of a configuration start."""
+
+    def start(planned: Planned, folder: Path) -> Start:
+        assert planned.plan is not None
+        if config.denoise_only:
+            return random_run.start_random(planned.cell, planned.plan, config, folder)
+        return clip_run.start_clip(planned.cell, planned.plan, config, words, folder)
+
+    return start

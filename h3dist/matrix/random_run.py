@@ -1,0 +1,129 @@
+"""Cells that need no checkpoint: denoiser steps on random weights of a chosen size."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from h3dist.checkpoint.denoiser_names import DenoiserDims
+from h3dist.config import Config
+from h3dist.matrix.cells import Cell
+from h3dist.matrix.config import MatrixConfig
+from h3dist.matrix.start import Start, ranks_environ
+from h3dist.plan import Layout, Plan, check_memory, make_plan, released_dims
+from h3dist.preflight import HOST_RESERVE, Machine, compute_dtype
+from h3dist.request import parse_request, resolve
+from h3dist.torchrun import torchrun
+
+SMALL = {"hidden": 208, "heads": 14, "head_dim": 32, "ffn": 1168, "layers": 3, "rope_freqs": 4}
+
+
+@dataclass(frozen=True)
+class Spec:
+    """What a rank must know to make the plan of a cell on random weights."""
+
+    width: int
+    height: int
+    frames: int
+    steps: int
+    seed: int
+    text_rows: int
+    size: str
+    dtype: str
+    device: str
+    attention: str
+    sp: int
+    tp: int
+    allow_untrained: bool
+
+    @classmethod
+    def of(cls, cell: Cell, layout: Layout, config: Config) -> "Spec":
+        """The spec of a cell whose layout is known."""
+        settings = cell.settings
+        common = {name: settings[name] for name in ("steps", "seed", "text_rows", "size", "dtype", "device")}
+        return cls(
+            **asdict(cell.shape),
+            **common,
+            attention=cell.attention,
+            sp=layout.sp,
+            tp=layout.tp,
+            allow_untrained=config.runtime.allow_untrained,
+        )
+
+
+def dims_of(size: str) -> DenoiserDims:
+    """The sizes of a random model: "released", or "small" with every oddity that a split can meet."""
+    return released_dims() if size == "released" else replace(released_dims(), **SMALL)
+
+
+def plan_of(spec: Spec) -> Plan:
+    """The plan, the same on the parent and on every rank. Raises `RequestError`, `PlanError` and `ConfigError`."""
+    fields = {"prompt": "-", "width": spec.width, "height": spec.height, "frames": spec.frames}
+    asked = parse_request(fields | {"steps": spec.steps, "seed": spec.seed})
+    return make_plan(
+        resolve(asked, allow_untrained=spec.allow_untrained, schedule="simple"),
+        dims_of(spec.size),
+        spec.text_rows,
+        Layout(sp=spec.sp, tp=spec.tp),
+        dtype=spec.dtype,
+        attention=spec.attention,
+        steps=spec.steps,
+        **({} if spec.device == "cuda" else {"reserve": HOST_RESERVE}),
+    )
+
+
+def random_settings(config: MatrixConfig, device: str) -> dict[str, Any]:
+    """What all cells on random weights share."""
+    return {
+        "denoise_only": True,
+        "size": config.size,
+        "text_rows": config.text_rows,
+        "steps": config.request.steps,
+        "seed": config.request.seed,
+        "dtype": compute_dtype(config, device),
+        "device": device,
+    }
+
+
+def plan_random(cell: Cell, layout: Layout, config: MatrixConfig) -> Plan:
+    """The cell's plan, held against the memory that is free. Raises `PlanError`."""
+    plan = plan_of(Spec.of(cell, layout, config))
+    check_memory(plan, Machine.of(config, cell.ranks).free)
+    return plan
+
+
+def start_random(cell: Cell, plan: Plan, config: MatrixConfig, folder: Path) -> Start:
+    """How to start the cell's ranks; what they are told is written to `folder`."""
+    told = {
+        "spec": asdict(Spec.of(cell, plan.layout, config)),
+        "runtime": asdict(config.runtime),
+        "status_dir": str(folder / "status"),
+        "result": str(folder / "result.json"),
+        "latents": str(folder / "latents.safetensors"),
+    }
+    (folder / "cell.json").write_text(json.dumps(told), encoding="ascii")
+    command = torchrun(folder, cell.ranks, "h3dist.matrix.cell", [str(folder / "cell.json")], terminal=False)
+    return Start(command, config.cell_seconds, ranks_environ(config, cell.ranks, folder))
+
+
+def read_random(folder: Path) -> dict[str, Any]:
+    """What the ranks of a cell reported: see `cell.report`."""
+    return figures(json.loads((folder / "result.json").read_text(encoding="ascii")))
+
+
+def figures(told: Mapping[str, Any]) -> dict[str, Any]:
+    """The ranks' reports as a cell's figures. A step takes as long as its slowest rank."""
+    reports = told["ranks"]
+    steps = [max(times) for times in zip(*(report["step_seconds"] for report in reports), strict=True)]
+    stages = {name: [report["stages"][name] for report in reports] for name in reports[0]["stages"]}
+    return {
+        "plan_digest": told["plan_digest"],
+        "devices": [report["device"] for report in reports],
+        "step_seconds": steps,
+        "stages": stages,
+        "load_seconds": max(stages["load"]),
+        "sent": [report["sent"] for report in reports],
+        "peak_memory": [report["peak_memory"] for report in reports],
+        "resident": [report["resident"] for report in reports],
+    }

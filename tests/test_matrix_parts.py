@@ -1,0 +1,381 @@
+"""A matrix whose cells make their figures up: what is skipped, kept, resumed, set aside, compared, summed up."""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import jsonschema
+import pytest
+
+from h3dist import matrix
+from h3dist.cli.commands import main
+from h3dist.config import conf_dir
+from h3dist.errors import ConfigError, OutputError, RequestError
+from h3dist.matrix import environment, results, scaling
+from h3dist.matrix.cells import Cell
+from h3dist.matrix.config import Shape, compose_matrix
+from h3dist.matrix.prepare import prepare
+from h3dist.matrix.run import run_matrix
+from h3dist.matrix.table import line, table
+from h3dist.matrix.transport import transport
+from h3dist.topology import Device
+from tests.planted import TESTS, run_planted
+
+SCHEMA = json.loads((TESTS.parent / "h3dist/matrix/schema.json").read_text())
+CPU = ["matrix=smoke", "runtime.device=cpu", "shapes=[64x64x5]", "request.steps=3", "results=m.json"]
+FIGURES = {"*": ("figures", 60)}
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    """Run a matrix of made-up cells in a folder of its own: gives the exit code and the document."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+
+    def go(*words, parts=FIGURES):
+        code = run_planted([*CPU, *words], parts)
+        document = json.loads(Path("m.json").read_text())
+        jsonschema.validate(document, SCHEMA)
+        return code, document
+
+    return go
+
+
+def states(document):
+    return {f"{cell['asked']} {cell['ranks']}": cell["state"] for cell in document["cells"]}
+
+
+# Going on, and what is not trusted
+
+
+def test_done_cells_are_kept_and_the_others_tried_again(run, monkeypatch):
+    _, first = run("layouts=[ulysses]", parts={"ulysses 1": ("figures", 60), "ulysses 2": ("lost", 60)})
+    assert states(first) == {"ulysses 1": "done", "ulysses 2": "failed"}
+    code, second = run("layouts=[ulysses]", parts={"ulysses 1": ("lost", 60), "ulysses 2": ("figures", 60)})
+    assert code == 0
+    assert states(second) == {"ulysses 1": "done", "ulysses 2": "done"}
+    assert second["cells"][0] == first["cells"][0]
+    assert second["created"] == first["created"]
+
+
+def test_a_matrix_can_grow_and_another_one_is_not_mixed_with_it(run):
+    run("layouts=[ulysses]", "worlds=[1]")
+    _, grown = run("layouts=[ulysses]", "worlds=[1,2]", parts={"ulysses 2": ("figures", 60), "ulysses 1": ("lost", 1)})
+    assert states(grown) == {"ulysses 1": "done", "ulysses 2": "done"}
+    _, other = run("layouts=[ulysses]", "worlds=[2]", "request.steps=2")
+    steps = [(cell["settings"]["steps"], cell["speedup"]) for cell in other["cells"]]
+    assert steps == [(2, None), (3, 1.0), (3, pytest.approx(2, rel=0.02))]  # no gain over another schedule's rank
+
+
+def test_a_cut_file_is_set_aside(run, capsys):
+    run("layouts=[ulysses]", "worlds=[1]")
+    text = Path("m.json").read_text()
+    for number, wrong in enumerate((text[: len(text) // 2], "[]", text.replace('"efficiency"', '"x"', 1), ""), 1):
+        Path("m.json").write_text(wrong.replace('"parity"', '"parties"') if number == 3 else wrong)
+        code, document = run("layouts=[ulysses]", "worlds=[1]")
+        assert code == 0 and states(document) == {"ulysses 1": "done"}
+        assert "is not trusted: it" in capsys.readouterr().err
+    assert {path.name for path in Path().glob("m.json.broken*")} == {
+        "m.json.broken", "m.json.broken-2", "m.json.broken-3", "m.json.broken-4",
+    }  # fmt: skip
+    assert Path("m.json.broken").read_text() == text[: len(text) // 2]
+
+
+def test_a_newer_version_is_set_aside_too():
+    document = {"schema": "h3dist.matrix", "schema_version": 2, "cells": [], "environment": {}}
+    assert results._fault(document) == "it has schema version 2, this is 1"
+
+
+def test_resume_false_begins_anew(run, capsys):
+    run("layouts=[ulysses]", "worlds=[1]")
+    before = Path("m.json").read_text()
+    run("layouts=[ulysses]", "worlds=[1]", "resume=false")
+    assert Path("m.json.old").read_text() == before
+    assert capsys.readouterr().err.count("is now m.json.old") == 1
+
+
+def test_figures_of_two_machines_are_not_mixed(run, monkeypatch):
+    run("layouts=[ulysses]", "worlds=[1]")
+    monkeypatch.setattr(environment, "cores", lambda: 96)
+    with pytest.raises(ConfigError, match=r"measured elsewhere: cores was \d+ and is 96; .* results=, or resume=false"):
+        run("layouts=[ulysses]", "worlds=[1]")
+
+
+def test_a_signal_stops_the_matrix_and_not_its_file(run):
+    code, document = run(
+        "layouts=[ulysses]", parts={"ulysses 1": ("figures", 60), "ulysses 2": ("interrupted", 60)}
+    )
+    assert code == 130
+    assert states(document) == {"ulysses 1": "done", "ulysses 2": "pending"}
+    assert not document["finished"]
+    code, document = run("layouts=[ulysses]")
+    assert (code, document["finished"]) == (0, True)
+
+
+def test_what_cannot_be_read_back_fails_one_cell_alone(run, monkeypatch):
+    monkeypatch.setattr(matrix.run.parity, "fingerprint", lambda path: (_ for _ in ()).throw(OutputError("no disk")))
+    code, document = run("layouts=[ulysses]")
+    assert code == 1
+    assert set(states(document).values()) == {"failed"}
+    assert {cell["cause"]["message"] for cell in document["cells"]} == {"no disk"}
+
+
+def test_a_full_disk_ends_the_matrix(run, monkeypatch):
+    monkeypatch.setattr(results.os, "fsync", lambda _: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+    with pytest.raises(OutputError, match="No space left"):
+        run("layouts=[ulysses]", "worlds=[1]")
+    assert [path.name for path in Path().iterdir() if "json" in path.name] == []
+
+
+# Latents
+
+
+def test_latents_are_kept_or_not_as_asked(run, monkeypatch):
+    monkeypatch.setenv("H3_SAVE_LATENTS", "0")
+    _, document = run("layouts=[tensor]", "repeats=2")
+    assert not Path("m.json.latents").exists()
+    assert {cell["latents"]["file"] for cell in document["cells"]} == {None}
+    errors = {f"{cell['ranks']} #{cell['repeat']}": cell["parity"]["relative_error"] for cell in document["cells"]}
+    assert errors == {
+        "1 #1": 0,
+        "2 #1": pytest.approx(1e-3, rel=1e-3),
+        "1 #2": 0,
+        "2 #2": pytest.approx(1e-3, rel=1e-3),
+    }
+    assert [entry["repeats_equal"] for entry in document["summary"]] == [True, True]
+    monkeypatch.setenv("H3_SAVE_LATENTS", "1")
+    _, more = run("layouts=[tensor]", "repeats=2", "worlds=[1,2,3]")
+    added = [cell for cell in more["cells"] if cell["ranks"] == 3]
+    assert all(Path(cell["latents"]["file"]).is_file() for cell in added)
+    assert {cell["parity"]["relative_error"] for cell in added} == {None}  # the first cell's were not kept
+    assert {cell["parity"]["equal"] for cell in added} == {False}
+
+
+# What is skipped
+
+
+def test_cells_that_cannot_be_are_skipped_with_the_reason(run):
+    _, document = run("layouts=[single,ulysses,hybrid,2x2]", "worlds=[1,2,4,15]")
+    reasons = {f"{cell['asked']} {cell['ranks']}": cell["reason"] for cell in document["cells"] if cell["reason"]}
+    assert reasons["ulysses 1"] == "sp 1 x tp 1 is the layout of single 1"
+    assert reasons["hybrid 2"] == "sp 2 x tp 1 is the layout of ulysses 2"
+    assert "runs on 1" in reasons["single 4"]
+    assert reasons["2x2 4"] == "sp 2 x tp 2 is the layout of hybrid 4"
+    assert "use --gpus 4" in reasons["2x2 2"]
+    assert "14 heads" in reasons["ulysses 15"]
+    assert states(document)["hybrid 4"] == "done"
+
+
+def gpus(*free):
+    return tuple(Device(i, "H200", 141 << 30, size, (9, 0), f"GPU-{i}") for i, size in enumerate(free))
+
+
+def planned(words, monkeypatch, devices, tmp_path):
+    for place in ("h3dist.matrix.cells.visible_devices", "h3dist.preflight.visible_devices"):
+        monkeypatch.setattr(place, lambda: devices)
+    config, words = compose_matrix(words)
+    return {f"{p.cell.asked} {p.cell.ranks}": p.reason for p in prepare(config, words, tmp_path / "m.json").cells}
+
+
+def test_counts_above_the_visible_devices_are_skipped(monkeypatch, tmp_path):
+    words = ["shapes=[864x480x141]", "layouts=[ulysses]", "worlds=[1,2,4]"]
+    reasons = planned(words, monkeypatch, gpus(100 << 30, 100 << 30), tmp_path)
+    assert reasons == {"ulysses 1": None, "ulysses 2": None, "ulysses 4": "4 ranks, 2 GPUs visible"}
+    shared = planned([*words, "runtime.backend=gloo"], monkeypatch, gpus(100 << 30, 100 << 30), tmp_path)
+    assert set(shared.values()) == {None}
+
+
+def test_what_does_not_fit_the_least_free_device_is_skipped(monkeypatch, tmp_path):
+    words = ["shapes=[864x480x141]", "layouts=[ulysses,tensor]", "worlds=[2]"]
+    reasons = planned(words, monkeypatch, gpus(100 << 30, 12 << 30), tmp_path)
+    assert "rank 1 needs about" in reasons["ulysses 2"] and reasons["tensor 2"] is None
+
+
+def test_no_gpu_at_all_is_no_matrix(monkeypatch, tmp_path):
+    with pytest.raises(ConfigError, match="no GPU is visible"):
+        planned(["runtime.device=cuda"], monkeypatch, (), tmp_path)
+
+
+def test_under_torchrun_there_is_no_matrix(monkeypatch, tmp_path):
+    config, words = compose_matrix([*CPU, f"results={tmp_path}/m.json"][:-2])
+    for name, value in {"RANK": "4", "LOCAL_RANK": "0", "WORLD_SIZE": "8", "TORCHELASTIC_RUN_ID": "x"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("MASTER_ADDR", "x"), monkeypatch.setenv("MASTER_PORT", "1")
+    with pytest.raises(ConfigError, match="without torchrun"):
+        run_matrix(config, words)
+
+
+# What was typed
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in (conf_dir() / "matrix").glob("*.yaml")))
+def test_every_matrix_composes(name):
+    config, words = compose_matrix([f"matrix={name}"])
+    assert (config.name, config.results, words) == (name, f"h3dist-matrix-{name}.json", [])
+    assert config.request.seed == 440420
+    assert config.request.steps == (4 if name == "smoke" else 12)
+    assert [str(Shape.of(shape)) for shape in config.shapes] == config.shapes
+
+
+def test_scaling_is_the_default_and_its_runs_take_the_rest():
+    config, words = compose_matrix(["worlds=[1,2]", "runtime.timeout=60", "repeats=3"])
+    assert (config.name, config.worlds, config.repeats, config.runtime.timeout) == ("scaling", [1, 2], 3, 60)
+    assert words == ["runtime.timeout=60"]
+
+
+@pytest.mark.parametrize(
+    ("word", "told"),
+    [
+        ("matrix=scalin", "did you mean 'scaling'"),
+        ("wordls=[1]", "did you mean 'worlds'"),
+        ("layouts=[ulises]", "did you mean 'ulysses'"),
+        ("layouts=[auto]", "auto is one of the others"),
+        ("shapes=[864x480]", "864x480x141"),
+        ("size=smal", "did you mean 'small'"),
+        ("worlds=[0]", "above 0"),
+        ("worlds=[]", "no cells"),
+        ("worlds=1,2", "[brackets]"),
+        ("cell_seconds=nan", "above 0"),
+        ("parallel=tensor", "use layouts="),
+        ("attention.name=sdpa", "use attentions="),
+        ("request.width=64", "use shapes="),
+        ("output.path=x.mp4", "use results="),
+        ("sampler=official", "denoise_only=false does"),
+        ("model.denoiser=x", "denoise_only=false does"),
+    ],
+)
+def test_what_no_cell_would_read_is_refused(word, told):
+    with pytest.raises(ConfigError) as caught:
+        compose_matrix([word])
+    assert told in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_clips_refuse_what_only_random_weights_have():
+    with pytest.raises(ConfigError, match="denoise_only=true does"):
+        compose_matrix(["denoise_only=false", "size=small"])
+
+
+def test_shapes_are_judged_before_any_run(tmp_path):
+    config, words = compose_matrix([*CPU, "shapes=[100x64x5]"])
+    with pytest.raises(RequestError, match="32"):
+        prepare(config, words, tmp_path / "m.json")
+
+
+def test_the_command_tells_one_line_and_a_code(monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(sys, "argv", ["h3dist", "matrix", *CPU[:-1], f"results={tmp_path}/none/m.json"])
+    with pytest.raises(SystemExit) as left:
+        main()
+    assert left.value.code == 5
+    assert (
+        capsys.readouterr().err
+        == f"h3dist: error: cannot write {tmp_path}/none/m.json: there is no folder {tmp_path}/none\n"
+    )
+
+
+def test_it_is_a_hydra_app_too(tmp_path):
+    command = [sys.executable, "-m", "h3dist.matrix", "matrix=smoke", "worlds=[3]", "--cfg", "job"]
+    told = subprocess.run(
+        command, cwd=tmp_path, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": str(TESTS.parent)}
+    )
+    assert told.returncode == 0, told.stderr
+    assert "size: small" in told.stdout and "worlds:\n- 3\n" in told.stdout
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_script_passes_its_words(tmp_path):
+    script = TESTS.parent / "launch" / "run_distributed_matrix.sh"
+    fake = tmp_path / "h3dist"
+    fake.write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
+    fake.chmod(0o755)
+    told = subprocess.run(
+        [script, "worlds=[1,2]", "results=a b.json"],
+        capture_output=True,
+        text=True,
+        env={"H3DIST": str(fake), "PATH": os.environ["PATH"]},
+    )
+    assert told.stdout == "matrix\nworlds=[1,2]\nresults=a b.json\n"
+
+
+# Figures
+
+
+def test_spreads_and_gains(run):
+    _, document = run("layouts=[ulysses]", "worlds=[1,2,4]", "repeats=2")
+    assert scaling.spread([3.0, 1.0, 2.0]) == {"min": 1.0, "median": 2.0, "max": 3.0, "count": 3}
+    assert scaling.spread([]) is None
+    two = next(cell for cell in document["cells"] if cell["ranks"] == 2)
+    assert two["seconds"]["steps"] == [1.0, 0.251, 0.251]  # the slower of two ranks
+    assert two["seconds"]["stages"]["load"] == {"min": 3.0, "median": 3.5, "max": 4.0, "count": 2}
+    assert two["seconds"]["load"] == 4.0
+    gains = [(entry["ranks"], entry["speedup"], entry["efficiency"]) for entry in document["summary"]]
+    assert gains == [(1, 1.0, 1.0), (2, 1.992032, 0.996016), (4, 3.90625, 0.976562)]
+    assert [entry["step_seconds"]["count"] for entry in document["summary"]] == [4, 4, 4]
+    assert document["summary"][1]["bytes_planned"] == two["bytes"]["counted"]
+    assert document["summary"][2]["peak_memory"] == 1003
+
+
+def test_one_step_is_cold_and_gives_no_gain(run):
+    _, document = run("layouts=[ulysses]", "request.steps=1")
+    assert [(cell["seconds"]["warm"], cell["speedup"]) for cell in document["cells"]] == [(None, None)] * 2
+
+
+def test_the_table_and_the_lines_name_every_state(run):
+    parts = {"ulysses 1": ("figures", 60), "tensor 2": ("lost", 60), "ulysses 2": ("figures", 60)}
+    _, document = run("layouts=[ulysses,tensor]", parts=parts)
+    lines = [line(cell) for cell in document["cells"]]
+    assert lines[0] == "64x64x5 ulysses 1 sdpa #1: 0.500 s a step, 1.00 x one rank, 100%, latents first"
+    assert lines[1].endswith("skipped: sp 1 x tp 1 is the layout of ulysses 1")
+    assert lines[2] == "64x64x5 ulysses 2 sdpa #1: 0.251 s a step, 1.99 x one rank, 100%, latents equal"
+    assert "tensor 2 sdpa #1: failed: torchrun ended with code" in lines[3]
+    shown = table(document["cells"])
+    assert (shown.row_count, shown.caption) == (3, "1 skipped")
+
+
+def test_a_cell_is_known_by_all_that_its_figures_depend_on():
+    cell = Cell(Shape(64, 64, 5), "ulysses", 2, "sdpa", 1, {"steps": 4})
+    others = [
+        replace(cell, shape=Shape(64, 64, 22)), replace(cell, asked="tensor"), replace(cell, ranks=3),
+        replace(cell, attention="x"), replace(cell, repeat=2), replace(cell, settings={"steps": 5}),
+    ]  # fmt: skip
+    assert len({cell.key, *(other.key for other in others)}) == 7
+    assert cell.key == replace(cell, settings=dict(cell.settings)).key
+
+
+def test_the_transport_is_what_nccl_tells(tmp_path):
+    (tmp_path / "nccl.1").write_text(
+        "h:1:1 [0] NCCL INFO NCCL version 2.27.5+cuda12.9\n"
+        "h:1:1 [0] NCCL INFO Channel 00/0 : 0[0] -> 1[1] via P2P/CUMEM\n"
+        "h:1:1 [0] NCCL INFO Channel 01/0 : 0[1a000] -> 1[1b000] via P2P/CUMEM\n"
+        "h:1:1 [0] NCCL INFO Channel 00/0 : 1[1] -> 2[0] [send] via NET/Socket/0\n"
+    )
+    (tmp_path / "nccl.2").write_text("h:2:2 [1] NCCL INFO Channel 00 : 1[1] -> 0[0] via SHM/direct/direct\n")
+    assert transport(tmp_path, "nccl", 2) == {
+        "backend": "nccl",
+        "nccl": "2.27.5+cuda12.9",
+        "channels": {"NET/Socket/0": 1, "P2P/CUMEM": 2, "SHM/direct/direct": 1},
+    }
+    assert transport(tmp_path, "nccl", 1)["backend"] is None
+
+
+def test_the_commit_is_told_with_a_mark_for_changes(tmp_path):
+    def git(*words):
+        command = ["git", "-C", str(tmp_path), "-c", "user.name=x", "-c", "user.email=x@x", *words]
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+
+    assert environment.commit(tmp_path) is None
+    git("init", "-q")
+    (tmp_path / "a").write_text("1")
+    git("add", "a"), git("commit", "-qm", "One")
+    assert environment.commit(tmp_path) == git("rev-parse", "HEAD")
+    (tmp_path / "a").write_text("2")
+    assert environment.commit(tmp_path) == git("rev-parse", "HEAD") + "+"
+
+
+def test_no_secret_leaves_in_the_environment(monkeypatch):
+    monkeypatch.setenv("RUNPOD_API_KEY", "secret"), monkeypatch.setenv("NCCL_P2P_DISABLE", "1")
+    told = environment.environment(None, [])
+    assert told["variables"]["NCCL_P2P_DISABLE"] == "1"
+    assert "secret" not in json.dumps(told)
