@@ -122,6 +122,24 @@ def test_a_truncated_jpeg(tmp_path):
     assert "allowed are JPEG" in message
 
 
+@pytest.mark.parametrize("suffix", ["png", "jpg", "gif", "webp", "tiff", "bmp"])
+def test_damage_anywhere_is_answered_with_one_line(suffix, tmp_path):
+    path = tmp_path / f"a.{suffix}"
+    noise = np.random.default_rng(0).integers(0, 255, (16, 16, 3), np.uint8)
+    Image.fromarray(noise).save(path)
+    whole, random, answers = path.read_bytes(), np.random.default_rng(1), []
+    for _ in range(60):
+        data = bytearray(whole[: random.integers(1, len(whole) + 1)])
+        for place in random.integers(0, min(len(data), 200), 3):
+            data[place] = random.integers(0, 256)
+        try:
+            facts = measure_image(bytes(data))
+            assert read_image(bytes(data)).shape == (facts.height, facts.width, 3)
+        except RequestError as error:
+            answers.append(str(error))
+    assert len(answers) > 10 and not any("\n" in answer for answer in answers)
+
+
 @pytest.mark.parametrize(
     ("name", "content", "said"),
     [

@@ -114,3 +114,12 @@ def test_the_sound_of_a_film(tmp_path):
 
     write_film(tmp_path / "f.mp4", [np.zeros((32, 64, 3), np.uint8)] * 5, sound=tone(1))
     assert abs(read_sound(tmp_path / "f.mp4").shape[1] - 32000) < 1000
+
+
+def test_an_unknown_codec_is_named(tmp_path):
+    path = tmp_path / "a.wav"
+    write_sound(path, tone(1), 48000, "pcm_s16le")
+    data = bytearray(path.read_bytes())
+    data[20:22] = b"\x99\x77"  # the format's number
+    path.write_bytes(data)
+    assert "its audio is in a codec that this build of PyAV does not know" in refused(path)

@@ -62,12 +62,19 @@ def sound_track(container: "av.container.InputContainer") -> Any | None:
     return next(iter(container.streams.audio), None)
 
 
+def check_codec(track: Any, source: Source) -> None:
+    """Raise RequestError for a track that nothing here decodes."""
+    if track.codec_context is None:
+        raise RequestError(f"{name_of(source)}: its {track.type} is in a codec that this build of PyAV does not know")
+
+
 def read_clock(container: "av.container.InputContainer", track: Any, source: Source, longest: float) -> Clock:
     """When a track plays, from the header and then from its packets, which are read and not decoded.
 
-    Raises RequestError for a track that is longer than `longest` seconds, that has no packets, or that ends
-    before its header says.
+    Raises RequestError for a track in an unknown codec, that is longer than `longest` seconds, that has no
+    packets, or that ends before its header says.
     """
+    check_codec(track, source)
     said = told_seconds(container, track)
     if said is not None:
         _check_longest(source, said, longest)

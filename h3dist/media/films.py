@@ -9,7 +9,7 @@ import numpy as np
 
 from h3dist.errors import RequestError
 from h3dist.geometry import FPS, audio_samples
-from h3dist.media.container import ALLOWED, Clock, open_container, picture_track, read_clock, sound_track
+from h3dist.media.container import ALLOWED, Clock, check_codec, open_container, picture_track, read_clock, sound_track
 from h3dist.media.sounds import MAX_SECONDS, count_samples, decode_sound, lead_of
 from h3dist.media.source import Source, name_of
 from h3dist.request import MediaFacts
@@ -124,6 +124,7 @@ def _head(source: Source, longest: float) -> _Head:
         track = picture_track(container)
         if track is None:
             raise RequestError(f"{name_of(source)}: holds no moving pictures; allowed are {ALLOWED}")
+        check_codec(track, source)
         if track.width * track.height > MAX_FRAME_PIXELS:
             raise RequestError(
                 f"{name_of(source)}: frames of {track.width} x {track.height} pixels; at most "

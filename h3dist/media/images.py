@@ -54,7 +54,7 @@ def _open(source: Source) -> Iterator["Image.Image"]:
     Image.init()
     known = [name for name in FORMATS if name in Image.OPEN]
     with opened(source) as file, plain_reading(source, "a picture", ALLOWED), warnings.catch_warnings():
-        warnings.simplefilter("ignore", Image.DecompressionBombWarning)
+        warnings.simplefilter("ignore")  # of odd metadata, and of sizes, which are checked here
         try:
             image = Image.open(file, formats=known)
         except Image.DecompressionBombError as error:

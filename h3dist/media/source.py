@@ -57,7 +57,7 @@ def plain_reading(source: Source, what: str, allowed: str) -> Iterator[None]:
     import av
     from PIL import Image, UnidentifiedImageError
 
-    damaged = (OSError, av.FFmpegError, SyntaxError, ValueError, EOFError, IndexError, struct.error)
+    damaged = (OSError, av.FFmpegError, SyntaxError, ValueError, EOFError, LookupError, RuntimeError, struct.error)
     try:
         yield
     except UnidentifiedImageError:
