@@ -129,20 +129,17 @@ def matrix(
     pod: typed.Wanted,
     overrides: typed.Rest = None,
     out: typed.Out = None,
-    no_checkpoints: typed.Bare = False,
     pods: typed.Pods = 3,
     resume: typed.Resume = False,
     yes: typed.Yes = False,
 ) -> None:
     """The scaling matrix on a rented machine: `pod.py matrix --gpus 8 --budget 20 -- matrix=scaling`."""
-    words = list(overrides or [])
-    if not any(word.startswith("attention=") for word in words):
-        words.append("attention=sdpa")
+    words = run.matrix_words(list(overrides or []))
     work = run.Work(
         command=[*pod.recipe.matrix, *words],
         target=out or run.results_folder("matrix"),
-        attention=run.attention_of(words),
-        checkpoints=not no_checkpoints,
+        attentions=run.attentions_of(words),
+        checkpoints=run.matrix_needs_checkpoints(words),
         environment={name: os.environ[name] for name in ("H3_SAVE_LATENTS",) if name in os.environ},
         token=token(pod),
         pods=pods,
@@ -167,7 +164,7 @@ def generate(
         raise ConfigError("say what to run after --, such as: -- h3dist generate 'A quiet shot ...' -o out.mp4")
     words, inputs = run.with_inputs(command, send or [])
     target = out or run.results_folder("generate")
-    work = run.Work(words, target, inputs, run.attention_of(words), not no_checkpoints, token=token(pod))
+    work = run.Work(words, target, inputs, run.attentions_of(words), not no_checkpoints, token=token(pod))
     carry_out(ctx.obj, pod, work, yes)
 
 

@@ -3,6 +3,8 @@
 import io
 import json
 import os
+import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -13,7 +15,7 @@ from pathlib import Path
 
 import pytest
 from fake_runpod import USER_KEY, FakeRunpod
-from runpod_desk import PACE, Desk
+from runpod_desk import PACE, POD, POD_MODULE, Desk
 
 from h3dist.cloud.failures import CloudError, LimitReached, RunFailed, Stopped
 from h3dist.cloud.gpus import gpu_type
@@ -21,7 +23,7 @@ from h3dist.cloud.lease import Lease, Owner, Store
 from h3dist.cloud.money import Limits, Watchdog
 from h3dist.cloud.pace import Pace, Stop
 from h3dist.cloud.recipe import load_recipe
-from h3dist.cloud.run import attention_of, with_inputs
+from h3dist.cloud.run import attentions_of, matrix_needs_checkpoints, matrix_words, with_inputs
 from h3dist.cloud.signals import Gate
 from h3dist.errors import ConfigError, OutputError
 
@@ -172,9 +174,15 @@ def test_local_files_in_a_command_are_sent(tmp_path: Path, monkeypatch) -> None:
     for words in (["x", "--request", "none.json"], ["x", "-o", "/tmp/a.mp4"], ["x", "-o", "../a.mp4"]):
         with pytest.raises(ConfigError):
             with_inputs(words, [])
-    assert attention_of(["matrix=scaling", "attention=flash4"]) == "flash4"
-    assert attention_of(["h3dist", "generate", "--attention", "sage"]) == "sage"
-    assert attention_of(["h3dist"]) == "sdpa"
+
+
+def test_what_a_command_needs_on_the_pod() -> None:
+    assert attentions_of(matrix_words(["matrix=scaling"])) == ("sdpa",)
+    assert attentions_of(matrix_words(["attentions=[sdpa, flash4]"])) == ("sdpa", "flash4")
+    assert attentions_of(["h3dist", "generate", "--attention", "sage"]) == ("sage",)
+    assert attentions_of(["h3dist", "generate", "attention=flash"]) == ("flash",)
+    assert not matrix_needs_checkpoints(["matrix=scaling"])
+    assert matrix_needs_checkpoints(["matrix=clip"]) and matrix_needs_checkpoints(["denoise_only=false"])
 
 
 def test_a_stream_from_the_pod_cannot_leave_its_folder(tmp_path: Path) -> None:
@@ -261,3 +269,25 @@ def test_pace_is_what_the_docstring_says() -> None:
 
     assert Pace().scaled(PACE).poll == pytest.approx(0.1) and Pace().scaled(PACE).request == 60
     assert RunFailed("x", 300).exit_code == 1
+
+
+def test_every_command_and_option_in_the_readme_exists() -> None:
+    import typer
+
+    root = typer.main.get_command(POD_MODULE.app)
+    text = (POD.parent / "README.md").read_text()
+    of_all = {option for param in root.params for option in param.opts}
+    known = {option for command in root.commands.values() for param in command.params for option in param.opts} | of_all
+    lines = [line.split(" -- ")[0].split("#")[0] for line in re.findall(r"runpod/pod\.py ([^\n`]+)", text)]
+    assert len(lines) > 10
+    for line in lines:
+        words = [word for word in shlex.split(line.replace("...", "")) if word not in ("|",)]
+        name = next((word for word in words if word in root.commands), None)
+        options = [word for word in words if word.startswith("--")]
+        if name is None:
+            assert set(options) <= of_all, line
+            continue
+        mine = {option for param in root.commands[name].params for option in param.opts} | of_all
+        assert set(options) <= mine, line
+    elsewhere = {"--target", "--build-arg", "--gpus", "--ipc", "--no-deps", "--attention"}
+    assert set(re.findall(r"(?<=[\s`(])--[a-z-]+", text)) <= known | elsewhere

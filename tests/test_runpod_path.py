@@ -42,7 +42,7 @@ def test_matrix_from_key_to_json(cloud: FakeRunpod, tmp_path: Path) -> None:
         "--recipe", str(recipe), "--out", "out", "--yes", "--", "matrix=scaling",
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "cells of ['matrix=scaling', 'attention=sdpa']" in done.stdout
+    assert "cells of ['matrix=scaling', 'attentions=[sdpa]']" in done.stdout
     assert [line for line in done.stdout.splitlines() if line.startswith("cell ")] == [
         f"cell {i} done" for i in range(4)
     ]
@@ -83,6 +83,29 @@ def test_generate_sends_files_and_passes_the_exit_code_on(cloud: FakeRunpod, tmp
     assert "exit code 4" in done.stderr
     assert (desk.out / "got.txt").read_bytes() == (tmp_path / "p.txt").read_bytes()
     assert "half done" in (desk.out / "run.log").read_text()
+    desk.given_back()
+
+
+@pytest.mark.parametrize("cloud", ["v2"], indirect=True)
+def test_the_real_doctor_and_the_real_matrix(cloud: FakeRunpod, tmp_path: Path) -> None:
+    """A tiny matrix on the processor, through the commands that a GPU pod runs."""
+    desk = Desk(cloud, tmp_path)
+    recipe = cloud.recipe(doctor=["h3dist", "doctor", "--json"])
+    words = [
+        "matrix=smoke",
+        "runtime.device=cpu",
+        "worlds=[1]",
+        "layouts=[single]",
+        "shapes=[64x64x5]",
+        "request.steps=1",
+    ]
+    done = desk.pod_py("matrix", "--yes", "--gpu", "5090", "--recipe", str(recipe), "--out", "out", "--", *words)
+    assert done.returncode == 0, done.stdout + done.stderr
+    cells = json.loads((desk.out / "h3dist-matrix-smoke.json").read_text())["cells"]
+    assert [cell["state"] for cell in cells] == ["done"]
+    facts = json.loads((desk.out / "pod.json").read_text())
+    assert facts["pod"]["gpus"] == "1 x NVIDIA GeForce RTX 5090" and facts["pod"]["data_center"] == "US-TX-3"
+    assert facts["command"][:3] == ["h3dist", "matrix", "matrix=smoke"] and facts["dollars_per_hour"] == 2.0
     desk.given_back()
 
 

@@ -66,6 +66,8 @@ class Lease(BaseModel):
     kept: bool = False
     pod_id: str | None = None
     what: str = ""
+    gpus: str = ""
+    data_center: str | None = None
     price: float | None = None
     ends: float | None = None
     user: str = "root"

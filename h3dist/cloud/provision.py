@@ -1,9 +1,8 @@
 """From a bare pod to one that can run: the package, what the doctor says, the checkpoints, their paths."""
 
 import json
-import shlex
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
@@ -41,12 +40,12 @@ class Provision:
         install = "(apt-get -qq update && apt-get -qq install -y tmux) >/dev/null"
         self._run("tmux", f"command -v tmux >/dev/null || {install}", timeout=600)
 
-    def package(self, attention: str) -> None:
-        """h3dist with the extra that `attention` needs; the local checkout is sent as it is on disk."""
+    def package(self, attentions: Sequence[str]) -> None:
+        """h3dist with the extras that these backends need; the local checkout is sent as it is on disk."""
         if self.recipe.package == "checkout":
             count = push(self.ssh, checkout_files(SOURCE), f"{self.recipe.workspace}/src")
             self.say(f"  sent {count} files of the checkout")
-        extras = [EXTRAS[attention]] if attention in EXTRAS else []
+        extras = sorted({EXTRAS[name] for name in attentions if name in EXTRAS})
         if command := self.recipe.install_command(extras):
             self._run("installing h3dist", f"cd {quote(self.recipe.workspace)} && {command}", timeout=3600)
 
@@ -148,6 +147,19 @@ def checkout_files(root: Path) -> list[tuple[Path, str]]:
     return [(root / name, name) for name in names if (root / name).is_file() and not (root / name).is_symlink()]
 
 
+def commit_of(root: Path) -> str | None:
+    """The commit of a checkout, with "+" when files differ from it; None where git does not say."""
+    words = (["rev-parse", "HEAD"], ["status", "--porcelain", "--untracked-files=no"])
+    try:
+        head, changed = (
+            subprocess.run(["git", "-C", str(root), *w], capture_output=True, text=True, check=True).stdout.strip()
+            for w in words
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return head + ("+" if changed else "")
+
+
 def guarded_start(recipe: Recipe, lifetime: float) -> tuple[str, ...]:
     """The container's first command: our guard, which starts what the image starts and ends it in time."""
     from base64 import b64encode
@@ -155,8 +167,3 @@ def guarded_start(recipe: Recipe, lifetime: float) -> tuple[str, ...]:
     packed = b64encode(on_pod("guard.sh").encode()).decode()
     script = f'mkdir -p -m 700 "$0" && echo {packed} | base64 -d > "$0/guard.sh" && exec bash "$0/guard.sh" "$@"'
     return ("bash", "-c", script, recipe.state, str(max(1, round(lifetime))), *recipe.start)
-
-
-def words(command: list[str]) -> str:
-    """A command for people to read."""
-    return shlex.join(command)

@@ -27,6 +27,7 @@ class Visit:
         while (waited := time.monotonic() - began) < self.pace.ready:
             pod = self._look(pod, waited)
             if pod and pod.address:
+                self.lease.data_center = pod.data_center
                 ssh, trouble = self._probe(pod.address)
                 if not trouble:
                     return ssh

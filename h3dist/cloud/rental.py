@@ -90,6 +90,7 @@ class Rental:
         self.lease.pod_id, self.lease.price = pod.id, max(known, default=None)
         self.lease.created = time.time()
         self.lease.what = f"{spec.where()}: {self.lease.what}"
+        self.lease.gpus, self.lease.data_center = f"{spec.gpu_count} x {spec.gpu}", pod.data_center
         self.desk.store.save(self.lease)
 
     def _know_price(self) -> None:

@@ -1,17 +1,19 @@
 """The two commands that people want: rent, set up, run under tmux, follow, fetch, give back."""
 
+import json
 import time
 from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
 from pathlib import Path
 from textwrap import shorten
 
 from h3dist.cloud.failures import CloudError, PodLost, RunFailed
 from h3dist.cloud.job import Job
-from h3dist.cloud.provision import Provision
+from h3dist.cloud.provision import SOURCE, Provision, commit_of
 from h3dist.cloud.quote import Quote
 from h3dist.cloud.rental import Desk, Rental, cause_of
 from h3dist.cloud.ssh import Ssh
-from h3dist.cloud.transfer import push, writable_folder
+from h3dist.cloud.transfer import push, sha256, writable_folder
 from h3dist.errors import ConfigError, OutputError
 
 FILE_OPTIONS = ("--request", "--prompt-file")
@@ -25,7 +27,7 @@ class Work:
     command: list[str]
     target: Path
     inputs: dict[str, Path] = field(default_factory=dict)  # name on the pod -> local file
-    attention: str = "sdpa"
+    attentions: tuple[str, ...] = ("sdpa",)
     checkpoints: bool = True
     environment: dict[str, str] = field(default_factory=dict)
     token: str | None = None
@@ -62,14 +64,25 @@ def results_folder(what: str) -> Path:
     return Path("runpod-results") / f"{what}-{time.strftime('%Y%m%d-%H%M%S')}"
 
 
-def attention_of(words: list[str]) -> str:
-    """The attention backend that a command names; its extra is installed on the pod."""
+def attentions_of(words: list[str]) -> tuple[str, ...]:
+    """The attention backends that a command names; their extras are installed on the pod."""
     for word, after in zip(words, [*words[1:], ""], strict=True):
         if word == "--attention":
-            return after
-        if word.startswith(("--attention=", "attention=")):
-            return word.partition("=")[2]
-    return "sdpa"
+            return (after,)
+        if word.startswith(("--attention=", "attention=", "attentions=")):
+            return tuple(name.strip() for name in word.partition("=")[2].strip("[]").split(","))
+    return ("sdpa",)
+
+
+def matrix_words(overrides: list[str]) -> list[str]:
+    """The matrix's overrides, with PyTorch's own attention where none is named."""
+    named = any(word.startswith("attentions=") for word in overrides)
+    return overrides if named else [*overrides, "attentions=[sdpa]"]
+
+
+def matrix_needs_checkpoints(overrides: list[str]) -> bool:
+    """Whether whole clips are made: only they read checkpoints, the other cells run on random weights."""
+    return "denoise_only=false" in overrides or ("matrix=clip" in overrides and "denoise_only=true" not in overrides)
 
 
 def carry_out(desk: Desk, quote: Quote, work: Work) -> Path:
@@ -108,7 +121,7 @@ def _on_pod(desk: Desk, rental: Rental, work: Work) -> None:
         _save_what_there_is(desk, job, work, error)
         raise
     desk.say("stage: fetching")
-    sums = job.fetch(work.target)
+    sums = job.fetch(work.target) | {"pod.json": _write_provenance(rental, work)}
     _write_sums(work.target, sums)
     desk.say(f"fetched {len(sums)} files to {work.target}, each checked")
 
@@ -117,7 +130,7 @@ def _set_up(desk: Desk, ssh: Ssh, work: Work) -> None:
     setup = Provision(ssh, desk.recipe, desk.say, work.token)
     desk.say("  workspace and tools")
     setup.tools()
-    setup.package(work.attention)
+    setup.package(work.attentions)
     desk.say("  asking h3dist doctor")
     setup.doctor(may_fail=True)
     if work.checkpoints and desk.recipe.checkpoints != []:
@@ -158,6 +171,26 @@ def _save_what_there_is(desk: Desk, job: Job, work: Work, error: BaseException) 
         desk.say(f"the log and what results there are: {work.target}")
     except Exception as second:
         desk.say(f"nothing could be saved after the failure: {cause_of(second)}")
+
+
+def _write_provenance(rental: Rental, work: Work) -> str:
+    """`pod.json` beside the results: what machine it was, for how much, and which code. Returns its checksum."""
+    lease, recipe = rental.lease, rental.desk.recipe
+    facts = {
+        "pod": {"id": lease.pod_id, "name": lease.name, "gpus": lease.gpus, "data_center": lease.data_center},
+        "dollars_per_hour": lease.price,
+        "image": recipe.image,
+        "package": recipe.package,
+        "commit": commit_of(SOURCE) if recipe.package == "checkout" else None,
+        "command": work.command,
+        "rented": datetime.fromtimestamp(lease.created, UTC).isoformat(timespec="seconds"),
+        "fetched": datetime.now(UTC).isoformat(timespec="seconds"),
+    }
+    try:
+        (work.target / "pod.json").write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise OutputError(f"cannot write {work.target}/pod.json: {error.strerror}") from None
+    return sha256(work.target / "pod.json")
 
 
 def _write_sums(target: Path, sums: dict[str, str]) -> None:
