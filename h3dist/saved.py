@@ -10,6 +10,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from h3dist.errors import OutputError, RequestError
+from h3dist.outputs import remove
 
 REQUEST_KEY = "h3dist_request"
 
@@ -21,7 +22,7 @@ def save_tensors(path: Path, tensors: Mapping[str, torch.Tensor], request: Mappi
     try:
         save_file(whole, str(path), metadata={REQUEST_KEY: json.dumps(request, ensure_ascii=False)})
     except (OSError, SafetensorError) as error:
-        Path(path).unlink(missing_ok=True)
+        remove([path])
         raise OutputError(f"cannot write {path}: {error}") from error
 
 

@@ -6,15 +6,19 @@ Imported by every rank, so it imports nothing that a rank of a run would not.
 import os
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
 
 from h3dist import pipeline
 from h3dist.checkpoint.comfy import DenoiserFile, open_denoiser
+from h3dist.comm import Comm
 from h3dist.config import Config, compose
 from h3dist.job import make_job
 from h3dist.outputs import Outputs
@@ -106,3 +110,36 @@ def arrays(states_Lt: Tensor, denoised: pipeline.Denoised) -> dict[str, Any]:
     """Text states, the latents after every step, the final ones: as arrays, which travel between processes whole."""
     final = {"video_latents": denoised.video, "audio_latents": denoised.audio}
     return {name: t.numpy() for name, t in {"text_states": states_Lt, **denoised.trace, **final}.items()}
+
+
+@dataclass(frozen=True)
+class Break:
+    """A function of `h3dist.pipeline` that raises `error` on one rank: at once, or what it gives when called again."""
+
+    rank: int
+    name: str
+    error: Exception
+    late: bool = False
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        if not self.late:
+            raise self.error
+        return replace(self, late=False)
+
+
+def run_whole(seat: Any, run: Run, broken: Break) -> None:
+    """`pipeline.run` as a rank calls it, with something broken. A text encoder of zeros saves its import."""
+    one_core(seat.rank)
+    ranks = Ranks(seat.rank, seat.rank, seat.world, seat.world)
+    changes = {"encode": nothing_said} | ({broken.name: broken} if seat.rank == broken.rank else {})
+    with ExitStack() as stack:
+        for name, value in changes.items():
+            stack.enter_context(mock.patch.object(pipeline, name, value))
+        stack.enter_context(mock.patch.object(Comm, "connect", partial(Comm.connect, store=seat.store)))
+        pipeline.run(run.config, run.job if seat.rank == 0 else None, ranks)
+
+
+def nothing_said(site: Site, started: pipeline.Started) -> tuple[Tensor, Tensor]:
+    """States and rows of a text that says nothing."""
+    plan = started.plan
+    return torch.zeros(plan.text_rows, plan.dims.text_dim), torch.zeros(plan.text_rows, plan.dims.hidden)
