@@ -74,8 +74,9 @@ def prepare(clip: str, job: launcher.Job, path: str, overlap: int) -> Extension:
     facts = measure_film(clip)
     check_overlap(facts, overlap)
     guide, joined = beside(os.path.abspath(path), ".guide.mov"), beside(os.path.abspath(path), ".joined.mp4")
-    if os.path.exists(path) and os.path.exists(clip) and os.path.samefile(path, clip):
-        raise OutputError(f"{path} is the clip to extend; name another output")
+    for file in (path, guide, joined):
+        if os.path.exists(file) and os.path.samefile(file, clip):
+            raise OutputError(f"{file} is the clip to go on from, and would be replaced; name another output")
     for file in (guide, joined):
         if job.output.get("clobber") is False and os.path.lexists(file):
             raise OutputError(f"{file} exists, and --no-clobber keeps it")

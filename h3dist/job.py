@@ -27,7 +27,7 @@ def make_job(
     resolved = read_request(config, fields)
     said = vars(config.output) | {name: value for name, value in output.items() if value is not None}
     outputs = choose_outputs(**said, mux_audio=resolved.mux_audio)
-    read = (config.request.file, config.request.prompt_file, *vars(config.model).values(), *inputs)
+    read = (config.request.file, config.request.prompt_file, *vars(config.model).values(), *resolved.files, *inputs)
     refuse_inputs(outputs, read)
     check_outputs(outputs, resolved.geometry, resolved.steps)
     return {

@@ -155,9 +155,10 @@ def test_a_clip_of_another_size_is_refused(tmp_path):
 
 def test_no_file_is_replaced_that_should_stay(tmp_path):
     clip = film(tmp_path / "a.mp4", 0, 22)
-    with pytest.raises(OutputError, match="is the clip to extend"):
-        prepare(clip, Job({"prompt": "x"}), clip, 22)
-    (tmp_path / "b.joined.mp4").touch()
+    for name in ("a.mp4", "b.mp4"):
+        film(tmp_path / "b.joined.mp4", 0, 22)
+        with pytest.raises(OutputError, match="is the clip to go on from, and would be replaced"):
+            prepare(str(tmp_path / name.replace("b", "b.joined")), Job({"prompt": "x"}), str(tmp_path / name), 22)
     with pytest.raises(OutputError, match=r"b\.joined\.mp4 exists"):
         prepare(clip, Job({"prompt": "x"}, output={"clobber": False}), str(tmp_path / "b.mp4"), 22)
 

@@ -11,8 +11,9 @@ from PIL import Image
 import h3dist.request
 from h3dist import intake
 from h3dist.config import compose
-from h3dist.errors import RequestError
+from h3dist.errors import OutputError, RequestError
 from h3dist.intake import check_partition, read_request
+from h3dist.job import make_job
 from h3dist.request import gather_request, json_schema, parse_request, resolve
 from tests.mediafiles import tone, write_film, write_sound
 
@@ -274,6 +275,16 @@ def test_the_canvas_takes_the_first_keyframes_aspect(ask, name, canvas):
     both = ask(first_frame=name, width=512, height=320)
     assert (both.width, both.height) == (512, 320)
     assert ask(references=[{"image": name}]).width == 1344
+
+
+def test_no_medium_is_replaced_by_an_output(files, monkeypatch):
+    monkeypatch.setattr(intake, "refuse_conditions", lambda resolved: None, raising=False)
+    config = compose(["model.denoiser=h3"])
+    fields = {"prompt": "x", "references": [{"video": "f362.mp4", "soundtrack": "voice.wav"}]}
+    fields = h3dist.request.absolute_media(fields, files)
+    for name in ("f362.mp4", "voice.wav"):
+        with pytest.raises(OutputError, match=f"reads .*{name}"):
+            make_job(config, fields, {"path": str(files / name)})
 
 
 def test_an_extreme_aspect_is_refused(denied):

@@ -34,5 +34,6 @@ def extend(
     chosen = output_options(asked.overrides, output, no_clobber)
     path = chosen["path"] or asked.config.output.path
     chosen |= {} if asked.config.output.clobber else {"clobber": False}
-    job = launcher.Job(asked.request, asked.overrides, rank_count(gpus), chosen, verbose)
+    inputs = (prompt_file,) if prompt_file else ()
+    job = launcher.Job(asked.request, asked.overrides, rank_count(gpus), chosen, verbose, inputs)
     raise typer.Exit(run_extend(clip, job, path, overlap))

@@ -8,7 +8,7 @@ from typing import Any
 from h3dist.errors import RequestError
 from h3dist.fitting import canvas_like
 from h3dist.geometry import FPS, MAX_TRAINED_FRAMES, Geometry, align_frames, frames_for_duration
-from h3dist.request.media import MEDIA_FIELDS, MediaFacts
+from h3dist.request.media import MEDIA_FIELDS, MediaFacts, is_inline
 from h3dist.request.names import check_names
 from h3dist.request.schema import MAX_SEED, MAX_STEPS, Request
 
@@ -74,6 +74,13 @@ class Resolved:
     def geometry(self) -> Geometry:
         """The clip's canvas and length."""
         return Geometry(self.width, self.height, self.frames)
+
+    @property
+    def files(self) -> tuple[str, ...]:
+        """The paths among its media."""
+        soundtracks = [item.soundtrack for item in self.references if isinstance(item.soundtrack, str)]
+        sources = [item.source for item in (*self.keyframes, *self.references)] + soundtracks
+        return tuple(source for source in sources if not is_inline(source))
 
     def as_request(self) -> dict[str, Any]:
         """The same as a request, legal as a request file: it gives this clip again."""
