@@ -4,6 +4,7 @@ Enough to lay out the sequence, count its rows and bytes and draw its noise; the
 stay on the rank that reads them. Standard library only.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from h3dist.geometry import (
@@ -69,3 +70,15 @@ class Condition:
     def audio_rows(self) -> int:
         """Transformer rows of its sound: all latents of channel 0, then of channel 1."""
         return SOUND_CHANNELS * self.audio_latents
+
+
+def kept_shapes(conditions: Sequence[Condition], channels: int, audio_channels: int) -> dict[str, tuple[int, int]]:
+    """Rows and their width, by kind, that conditions give together; a kind without rows is left out.
+
+    `channels` are those of the video's latents: a row is a patch of 2 x 2 of them.
+    """
+    shapes = {
+        "kept video": (sum(condition.video_rows for condition in conditions), channels * PATCH**2),
+        "kept audio": (sum(condition.audio_rows for condition in conditions), audio_channels),
+    }
+    return {kind: shape for kind, shape in shapes.items() if shape[0]}

@@ -37,14 +37,7 @@ def read_request(config: Config, fields: Mapping[str, Any]) -> Resolved:
     check_partition(config.model.partition, config.model.denoiser, resolved.task)
     notes = check_keyframes(resolved) + check_references(resolved)
     told = [note for facts in measured.values() for note in facts.notes]
-    refuse_conditions(resolved)
     return replace(resolved, notes=(*resolved.notes, *told, *notes))
-
-
-def refuse_conditions(resolved: Resolved) -> None:
-    """Raise `RequestError` for a request with media, which the model's side does not take yet."""
-    if resolved.keyframes or resolved.references:
-        raise RequestError(f"task {resolved.task}: {', '.join(resolved.media)} cannot be used by this version yet")
 
 
 def measure_all(request: Request) -> dict[tuple[str, str], MediaFacts]:

@@ -13,6 +13,7 @@ a channel.
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,18 +23,21 @@ from h3dist import __version__
 from h3dist.attention.registry import get as attention_backend
 from h3dist.checkpoint.comfy import DenoiserFile, Slots, open_denoiser, open_slots
 from h3dist.comm import Comm
+from h3dist.conditioning import encode_conditions
 from h3dist.config import Config
 from h3dist.deliver import Delivery, deliver
 from h3dist.intake import read_request
+from h3dist.material import read_material
 from h3dist.model.denoiser import Denoiser
 from h3dist.model.linear import choose_linear, dense_linear
 from h3dist.model.modulation import Modulation, tables
 from h3dist.model.refiner import refine_text
 from h3dist.model.weights import DenoiserWeights, load_denoiser
 from h3dist.outputs import Outputs
-from h3dist.packing import Packing, pack_t2va
+from h3dist.packing import Packing
+from h3dist.packing import pack as pack_sequence
 from h3dist.plan import Layout, Plan, check_memory, make_layout
-from h3dist.preflight import Facts, compute_dtype, facts_of, plan_on
+from h3dist.preflight import Facts, compute_dtype, facts_of, plan_on, read_aloud
 from h3dist.progress import Steps
 from h3dist.request import Resolved
 from h3dist.sampling.noise import draw
@@ -43,7 +47,9 @@ from h3dist.sidecar import RankReport
 from h3dist.site import Site, all_cores, free_memory, pick_device
 from h3dist.status import StatusFile
 from h3dist.text.encoder import TextEncoder
-from h3dist.text.tokenizer import Presentation, load_tokenizer, present_t2va
+from h3dist.text.presentation import Presentation, present
+from h3dist.text.tokenizer import load_tokenizer, tokenize
+from h3dist.text.vision import look
 from h3dist.topology import Ranks, visible_devices
 
 
@@ -55,17 +61,19 @@ class Started:
     slots: Slots | None
     resolved: Resolved
     presentation: Presentation
-    plan: Plan
+    plan: Plan  # its conditions are the request's keyframes and references, by size
     schedule: Schedule
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """states_Lt f32 [L, t] on rank 0 alone; rows_LC, the refined text rows, and this rank's weights on all."""
+    """states_Lt f32 [L, t] on rank 0 alone; on all rows_LC, the refined text rows, `kept`, the rows of the
+    conditions f32 by kind, and this rank's weights."""
 
     started: Started
     states_Lt: Tensor | None
     rows_LC: Tensor
+    kept: Mapping[str, Tensor]
     weights: DenoiserWeights
     modulation: Modulation
 
@@ -154,7 +162,7 @@ def read_job(site: Site, job: Mapping[str, Any] | None) -> dict[str, Any]:
     resolved = read_request(site.config, job["request"])
     slots = open_slots(site.config.model)
     tokenizer = load_tokenizer(site.config.model.tokenizer)
-    presentation = present_t2va(resolved.prompt, tokenizer)
+    presentation = present(read_aloud(site.config, resolved), partial(tokenize, tokenizer))
     sizes = facts_of(slots, len(presentation.ids)).sizes
     return {"resolved": resolved, "slots": slots, "presentation": presentation, "sizes": sizes}
 
@@ -203,29 +211,37 @@ def schedule_of(config: Config, steps: int) -> Schedule:
 
 
 def prepare(site: Site, started: Started) -> Prepared:
-    """Rank 0 encodes and refines the text, in float32, and then reads its weights; the others read at once."""
+    """Rank 0 encodes text and conditions, in float32, and then reads its weights; the others read at once."""
     plan, dtype = started.plan, getattr(torch, compute_dtype(site.config, site.device.type))
     attention_backend(site.config.attention.name, site.device, dtype)  # refused before weights are read
     with site.stage("encode"):
-        states_Lt, rows_LC = encode(site, started) if site.first else (None, None)
+        states_Lt, rows_LC, kept = encode(site, started) if site.first else (None, None, None)
         share = plan.shares[site.ranks.rank]
         weights = load_denoiser(started.dfile, share, device=site.device, dtype=dtype)
         times = started.schedule.times_v, started.schedule.times_a
-        modulation = tables(started.dfile, *times, device=site.device, dtype=dtype)
+        modulation = tables(started.dfile, *times, device=site.device, dtype=dtype, kept=bool(plan.conditions))
     shape = (plan.text_rows, plan.dims.hidden)
     rows_LC = site.comm.broadcast_text(rows_LC, shape, dtype)
-    return Prepared(started, states_Lt, rows_LC, weights, modulation)
+    kept = site.comm.broadcast_conditions(kept, plan.kept_shapes)
+    return Prepared(started, states_Lt, rows_LC, kept, weights, modulation)
 
 
-def encode(site: Site, started: Started) -> tuple[Tensor, Tensor]:
-    """The prompt's hidden states [L, t] and its refined rows [L, C], both f32; the encoder leaves afterwards."""
-    assert started.slots is not None
+def encode(site: Site, started: Started) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """The presentation's hidden states [L, t], its refined rows [L, C], the conditions' rows by kind; all f32.
+
+    One model at a time is in memory: the text encoder, the refiner, the VAEs' encoders.
+    """
+    slots, resolved, contract = started.slots, started.resolved, site.config.sampler.noise
+    assert slots is not None
     with all_cores():
-        config = site.config.model.text_encoder_config
-        encoder = TextEncoder.load(started.slots.text_encoder, config, site.device)
-        states_Lt, _ = encoder.encode(started.presentation)
+        material = read_material(resolved, started.plan.conditions)
+        seen = look([(item.condition, item.frames) for item in material if item.frames is not None], contract)
+        encoder = TextEncoder.load(slots.text_encoder, site.config.model.text_encoder_config, site.device)
+        states_Lt, _ = encoder.encode(started.presentation, seen)
         encoder.release()
-        return states_Lt, refine_text(started.dfile, states_Lt, site.device)
+        rows_LC = refine_text(started.dfile, states_Lt, site.device)
+        drawn = {"contract": contract, "seed": resolved.seed, "device": site.device}
+        return states_Lt, rows_LC, encode_conditions(material, slots, site.config.model, **drawn)
 
 
 def pack(prepared: Prepared, site: Site) -> Packed:
@@ -238,8 +254,9 @@ def pack(prepared: Prepared, site: Site) -> Packed:
         resolved.geometry,
         dims.video_channels,
         dims.audio_channels,
+        started.plan.conditions,
     )
-    packing = pack_t2va(resolved.geometry, started.presentation.tags)
+    packing = pack_sequence(resolved.geometry, started.presentation.tags, started.plan.conditions)
     return Packed(prepared, packing, video.to(site.device), audio.to(site.device))
 
 
@@ -282,6 +299,7 @@ def denoiser(site: Site, packed: Packed) -> Denoiser:
         attention_backend(plan.attention, site.device, weights.dtype),
         prepared.rows_LC,
         choose_linear(capability, exchange, weights.dtype) if plan.fp4 else dense_linear,
+        prepared.kept,
     )
 
 

@@ -11,9 +11,11 @@ from typing import TYPE_CHECKING, Any
 from h3dist.config import Config
 from h3dist.errors import ConfigError
 from h3dist.intake import read_request
+from h3dist.material import conditions_of
 from h3dist.plan import Layout, Plan, check_memory, fits, fp4_linears, make_layout, make_plan, released_dims
 from h3dist.request import Resolved
 from h3dist.sampling.schedules import evaluations
+from h3dist.text.presentation import Piece, pieces
 from h3dist.text.tokenizer import count_tokens
 from h3dist.topology import Device, auto_world, free_host_memory, visible_devices
 
@@ -75,15 +77,15 @@ def plan_run(
 
     resolved = read_request(config, request)
     slots = open_slots(config.model)
-    facts = facts_of(slots, count_tokens(config.model.tokenizer, resolved.prompt))
+    facts = facts_of(slots, count_tokens(config.model.tokenizer, *read_aloud(config, resolved)))
     world = count_ranks(config, gpus)
     machine = Machine.of(config, world)
     made = _plan(config, resolved, facts, machine, world)
     check_memory(made, machine.free)
-    return made, _worth_telling(slots)
+    return made, worth_telling(slots)
 
 
-def _worth_telling(slots: "Slots") -> tuple[str, ...]:
+def worth_telling(slots: "Slots") -> tuple[str, ...]:
     """Notes on the files, but for the video VAE's unused mask token, which every such file has."""
     return tuple(note for note in slots.notes if note not in slots.video_vae.notes)
 
@@ -97,7 +99,7 @@ def plan_ahead(
     bytes of each GPU given, or GPUs visible, a plan that does not fit raises `PlanError`.
     """
     resolved = read_request(config, request)
-    facts = _facts_ahead(config, resolved.prompt)
+    facts = facts_ahead(config, read_aloud(config, resolved))
     world = count_ranks(config, gpus)
     visible = len(visible_devices()) if config.runtime.device != "cpu" else 0
     known = gpu_memory is not None or 0 < world <= visible
@@ -127,8 +129,14 @@ def facts_of(slots: "Slots", text_rows: int) -> Facts:
     return Facts(slots.denoiser.dims, slots.denoiser, sizes, text_rows, ())
 
 
-def _facts_ahead(config: Config, prompt: str) -> Facts:
-    """As `facts_of`, from whatever is there."""
+def read_aloud(config: Config, resolved: Resolved) -> list[Piece]:
+    """What the text encoder reads of a request: labels, vision blocks, the prompt."""
+    contract = config.sampler.noise
+    return pieces(resolved.prompt, conditions_of(resolved, contract), contract)
+
+
+def facts_ahead(config: Config, found: Sequence[Piece]) -> Facts:
+    """As `facts_of`, from whatever is there; `found` is what the text encoder reads."""
     from h3dist.checkpoint.comfy import open_denoiser
 
     model, notes = config.model, []
@@ -138,11 +146,16 @@ def _facts_ahead(config: Config, prompt: str) -> Facts:
     paths = {name: Path(getattr(model, name)) for name in ("text_encoder", "video_vae", "audio_vae")}
     sizes = {name: path.stat().st_size for name, path in paths.items() if path.is_file()}
     if Path(model.tokenizer).is_dir():
-        text_rows = count_tokens(model.tokenizer, prompt)
+        text_rows = count_tokens(model.tokenizer, *found)
     else:
-        text_rows = max(1, len(prompt) // CHARACTERS_PER_TOKEN)
+        text_rows = sum(_about(piece) for piece in found)
         notes.append(f"no tokenizer at {model.tokenizer}: {text_rows} text rows are an estimate")
     return Facts(dfile.dims if dfile else released_dims(), dfile, sizes, text_rows, tuple(notes))
+
+
+def _about(piece: Piece) -> int:
+    """Tokens of a piece, without a tokenizer."""
+    return max(1, len(piece) // CHARACTERS_PER_TOKEN) if isinstance(piece, str) else piece.tokens + 2
 
 
 def _plan(config: Config, resolved: Resolved, facts: Facts, machine: Machine | None, world: int) -> Plan:
@@ -197,6 +210,7 @@ def plan_on(
         fp4=fp4,
         amax=amax,
         files=dict(facts.sizes),
+        conditions=conditions_of(resolved, config.sampler.noise),
         **options,
     )
 

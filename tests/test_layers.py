@@ -15,8 +15,8 @@ LAYERS = [
     {"plan"},
     {"comm", "attention"},
     {"model", "sampling", "text", "vae", "media", "saved", "compare"},
-    {"preflight", "intake", "job", "site", "progress", "sidecar"},
-    {"deliver", "tiny", "bench"},
+    {"preflight", "planner", "intake", "material", "job", "site", "progress", "sidecar"},
+    {"deliver", "conditioning", "tiny", "bench"},
     {"pipeline"},
     {"workers", "processes", "torchrun"},
     {"generate", "matrix", "serve", "service", "cloud", "report", "doctor"},
@@ -75,7 +75,7 @@ def test_only_topology_reads_rank_variables() -> None:
     assert users <= {"topology"}
 
 
-@pytest.mark.parametrize("module", ["plan", "preflight", "cli", "launcher", "request", "config", "topology"])
+@pytest.mark.parametrize("module", ["plan", "preflight", "planner", "cli", "launcher", "request", "config", "topology"])
 def test_planning_needs_no_torch(module: str) -> None:
     code = f"import sys, h3dist.{module}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

@@ -187,6 +187,7 @@ def test_tensor_sends_its_padding_and_amax_only_where_asked():
     for share in plan.shares:
         assert share.sent == {
             "text": 61 * 160 * 4 * 5 if share.rank == 0 else 0,
+            "conditions": 0,
             "rows.gather": wire,
             "rows.reduce": wire,
             "heads.to": 0,

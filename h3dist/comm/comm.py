@@ -10,7 +10,7 @@ import json
 import pickle
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from threading import Thread
@@ -121,17 +121,34 @@ class Comm:
 
         `shape` is (L, C). The plan counts it in the run's compute dtype.
         """
+        return self._broadcast("text", text_LC, shape, dtype)
+
+    def broadcast_conditions(
+        self, kept: Mapping[str, Tensor] | None, shapes: Mapping[str, tuple[int, int]]
+    ) -> dict[str, Tensor]:
+        """The conditions' rows of the request's first rank, float32 by kind, on all its ranks and their devices.
+
+        `shapes` gives the kinds and [n, width] of each, the same on every rank.
+        """
+        assert kept is None or kept.keys() == shapes.keys(), (kept, shapes)
+        float32 = torch.float32
+        return {
+            kind: self._broadcast("conditions", kept[kind] if kept is not None else None, shape, float32)
+            for kind, shape in shapes.items()
+        }
+
+    def _broadcast(self, label: str, rows: Tensor | None, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
         wire = self._tensors["request"]
-        if text_LC is None:
+        if rows is None:
             assert wire is not None and wire.group.index > 0
-            text_LC = torch.empty(shape, dtype=dtype, device=self.device)
-        assert text_LC.shape == shape, (text_LC.shape, shape)
-        text_LC = text_LC.to(self.device, dtype)
+            rows = torch.empty(shape, dtype=dtype, device=self.device)
+        assert rows.shape == shape, (rows.shape, shape)
+        rows = rows.to(self.device, dtype)
         if wire is None:
-            return text_LC
-        text_LC = wire.broadcast("text", text_LC)
-        wire.settle("text")
-        return text_LC
+            return rows
+        rows = wire.broadcast(label, rows)
+        wire.settle(label)
+        return rows
 
     def share(self, value: T) -> T:
         """Rank 0's `value`, any Python value, on every rank; what the others pass does not matter."""

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from h3dist.plan.plan import Share
 
 STAGES = ("encode", "refine", "denoise", "decode")
+ENCODED_TILE = 4 * 128 * 17 * 256 * 256 * F32  # 4 of the video VAE's widest activations of one tile of a clip
 CUDA_RESERVE = 1 << 30  # a CUDA context, NCCL's buffers and the libraries' work spaces
 
 
@@ -41,7 +42,7 @@ class Stored:
 def weight_bytes(work: Work, stored: Stored, tp_heads: int, ffn: int) -> int:
     """What a rank keeps of the denoiser for a whole run: quantised slices, small tensors, the modulation table."""
     linears = round(stored.bytes_per_weight * linear_weights(work.dims, tp_heads, ffn))
-    return linears + kept_bytes(work.dims) + modulation_bytes(work.dims, work.steps)
+    return linears + kept_bytes(work.dims) + modulation_bytes(work.dims, work.steps, kept=bool(work.conditions))
 
 
 def activation_bytes(work: Work, share: "Share") -> int:
@@ -75,12 +76,19 @@ def estimate(work: Work, stored: Stored, share: "Share", geometry: Geometry) -> 
     picture = geometry.width * geometry.height * 3 * CHUNK_FRAMES * F32
     vaes = stored.video_vae + stored.audio_vae
     first = share.rank % work.layout.ranks == 0
+    read = max(stored.text_encoder, encoding_bytes(work, stored))
     return {
-        "encode": stored.reserve + first * (stored.text_encoder + states),
+        "encode": stored.reserve + first * (read + states),
         "refine": stored.reserve + first * (F32 * refiner_weights(work.dims) + states),
         "denoise": stored.reserve + share.weight_bytes + activation_bytes(work, share),
         "decode": stored.reserve + share.weight_bytes + first * (vaes + 2 * picture),
     }
+
+
+def encoding_bytes(work: Work, stored: Stored) -> int:
+    """What the VAEs take to encode the conditions, after the text encoder has left; one VAE at a time."""
+    video = any(condition.frames for condition in work.conditions) * (stored.video_vae + ENCODED_TILE)
+    return max(video, any(condition.samples for condition in work.conditions) * stored.audio_vae)
 
 
 def _length(span: tuple[int, int]) -> int:

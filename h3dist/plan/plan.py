@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, field, replace
 from hashlib import sha256
 from typing import TYPE_CHECKING, Any
 
+from h3dist.conditions import Condition, kept_shapes
 from h3dist.errors import ConfigError, nearest
 from h3dist.geometry import Geometry
 from h3dist.plan.layout import Layout, Span, ffn_split, split_heads, split_rows
@@ -47,7 +48,8 @@ class Plan:
     dims: "DenoiserDims"
     geometry: Geometry
     text_rows: int  # L
-    rows: int  # S: text, sound and video
+    conditions: tuple[Condition, ...]  # keyframes, then references
+    rows: int  # S: text, conditions, sound and video
     chunk: int  # rows of every rank but the last ones
     steps: int  # evaluations of the model
     dtype: str
@@ -59,6 +61,11 @@ class Plan:
     memory: tuple[dict[str, int], ...]  # bytes of each rank at each stage, estimated
     notes: tuple[str, ...]
     reasons: tuple[str, ...]
+
+    @property
+    def kept_shapes(self) -> dict[str, tuple[int, int]]:
+        """Rows of the conditions and their width, by kind; a kind without rows is left out."""
+        return kept_shapes(self.conditions, self.dims.video_channels, self.dims.audio_channels)
 
     @property
     def peaks(self) -> tuple[int, ...]:
@@ -96,8 +103,9 @@ def make_plan(
     amax: int = 0,
     files: dict[str, int] | None = None,
     reserve: int = CUDA_RESERVE,
+    conditions: tuple[Condition, ...] = (),
 ) -> Plan:
-    """The plan of `resolved` for a prompt of `text_rows` tokens on `layout`.
+    """The plan of `resolved` for a presentation of `text_rows` tokens, with `conditions`, on `layout`.
 
     `steps` counts evaluations; `dfile` is the opened denoiser (without it, released NVFP4 storage is
     assumed); `mode` is what the user asked for; `fp4` counts the linears whose activations are quantised too,
@@ -108,8 +116,9 @@ def make_plan(
     if dtype not in ELEMENT_BYTES:
         raise ConfigError(f"runtime.dtype={dtype!r}{nearest(dtype, ELEMENT_BYTES)}; use {' or '.join(ELEMENT_BYTES)}")
     geometry = resolved.geometry
-    rows = text_rows + geometry.audio_rows + geometry.video_rows
-    work = Work(dims, layout, rows, text_rows, steps, ELEMENT_BYTES[dtype], amax)
+    kept_rows = sum(condition.video_rows + condition.audio_rows for condition in conditions)
+    rows = text_rows + kept_rows + geometry.audio_rows + geometry.video_rows
+    work = Work(dims, layout, rows, text_rows, steps, ELEMENT_BYTES[dtype], amax, conditions)
     stored = Stored(bytes_per_weight(dims, dfile), reserve, **(files or {}))
     shares = tuple(_ask(_fill(share, work, stored), work, dfile) for share in split(work))
     return Plan(
@@ -118,6 +127,7 @@ def make_plan(
         dims=dims,
         geometry=geometry,
         text_rows=text_rows,
+        conditions=conditions,
         rows=rows,
         chunk=work.chunk,
         steps=steps,
@@ -155,7 +165,7 @@ def relayout(plan: Plan, layout: Layout) -> Plan:
     Raises PlanError where the model cannot be cut so.
     """
     element = ELEMENT_BYTES[plan.dtype]
-    work = Work(plan.dims, layout, plan.rows, plan.text_rows, plan.steps, element, plan.amax)
+    work = Work(plan.dims, layout, plan.rows, plan.text_rows, plan.steps, element, plan.amax, plan.conditions)
     shares = tuple(_fill(share, work, plan.stored) for share in split(work))
     memory = tuple(estimate(work, plan.stored, share, plan.geometry) for share in shares)
     return replace(plan, layout=layout, mode=layout.mode, chunk=work.chunk, shares=shares, memory=memory, reasons=())

@@ -1,9 +1,12 @@
 """The plan as text: who holds which rows, heads and columns, what travels, what memory it takes, and why."""
 
 from collections.abc import Sequence
+from math import prod
 from typing import TYPE_CHECKING
 
-from h3dist.plan.traffic import LABELS
+from h3dist.conditions import kept_shapes
+from h3dist.geometry import AUDIO_RATE
+from h3dist.plan.traffic import FLOAT, LABELS
 
 if TYPE_CHECKING:
     from h3dist.plan.plan import Plan, Share
@@ -30,6 +33,7 @@ def table(plan: "Plan") -> str:
              for rank, memory in enumerate(plan.memory)]  # fmt: skip
     parts = [
         _heading(plan),
+        _conditions(plan),
         _columns(("rank", "rows", "heads", "of held", "ffn", "from file", "weights"), holds),
         "sent in the whole run, by collective",
         _columns(("rank", *LABELS, "all"), sends),
@@ -45,12 +49,30 @@ def _heading(plan: "Plan") -> str:
     g = plan.geometry
     asked = plan.mode if plan.mode == plan.layout.mode else f"{plan.mode} ({plan.layout.mode})"
     sound = g.audio_rows
+    kept = sum(condition.video_rows + condition.audio_rows for condition in plan.conditions)
+    conditions = f"{kept} conditions + " if kept else ""
     return (
         f"{asked}: {plan.layout.world} rank{'s' * (plan.layout.world > 1)}, {plan.layout}; {plan.dtype}, "
         f"attention {plan.attention}, {plan.steps} evaluations\n"
         f"{g.width} x {g.height}, {g.frames} frames ({g.seconds:.2f} s): {plan.rows} rows = "
-        f"{plan.text_rows} text + {sound} sound + {g.video_rows} video; {plan.chunk} a rank"
+        f"{plan.text_rows} text + {conditions}{sound} sound + {g.video_rows} video; {plan.chunk} a rank"
     )
+
+
+def _conditions(plan: "Plan") -> str:
+    """A line for each keyframe and reference: what is encoded of it, the rows that gives, and their bytes."""
+    titles = ("condition", "frame", "pixels", "frames", "sound", "rows", "of sound", "bytes")
+    channels = plan.dims.video_channels, plan.dims.audio_channels
+    lines = []
+    for item in plan.conditions:
+        count = sum(prod(shape) for shape in kept_shapes([item], *channels).values())
+        frame = str(item.frame) if item.kind == "keyframe" else "-"
+        pixels = f"{item.width} x {item.height}" if item.frames else "-"
+        seconds = f"{item.samples / AUDIO_RATE:.2f} s" if item.samples else "-"
+        rows = item.video_rows + item.audio_rows
+        sizes = str(item.frames), seconds, str(rows), str(item.audio_rows), size(FLOAT * count)
+        lines.append((item.kind, frame, pixels, *sizes))
+    return _columns(titles, lines) if lines else ""
 
 
 def _holds(share: "Share") -> list[str]:

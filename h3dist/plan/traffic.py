@@ -5,6 +5,7 @@ group, Ht heads in its tp share, h heads it attends to, w rows in an even piece 
 padding at the tail is sent too, hence counted):
 
     text          L * hidden * e * (n - 1)            once, the first rank alone
+    conditions    (96 * video + 32 * audio rows) * 4 * (n - 1)   likewise: float32 rows of keyframes, references
     rows.gather   2 * w * hidden * e * (tp - 1)       a block, before attention and before the MLP
     rows.reduce   2 * w * hidden * e * (tp - 1)       a block, after both
     heads.to      3 * g * (Ht - h) * D * e            a block: q, k and v for the other ranks' heads
@@ -17,14 +18,16 @@ its mean over P ranks is 4 S H D e (P - 1) / P^2.
 """
 
 from dataclasses import dataclass
+from math import prod
 from typing import TYPE_CHECKING
 
+from h3dist.conditions import Condition, kept_shapes
 from h3dist.plan.layout import Layout
 
 if TYPE_CHECKING:
     from h3dist.checkpoint.comfy import DenoiserDims
 
-LABELS = ("text", "rows.gather", "rows.reduce", "heads.to", "heads.from", "amax", "outputs")
+LABELS = ("text", "conditions", "rows.gather", "rows.reduce", "heads.to", "heads.from", "amax", "outputs")
 ELEMENT_BYTES = {"float32": 4, "bfloat16": 2}
 FLOAT = 4
 
@@ -40,6 +43,12 @@ class Work:
     steps: int  # evaluations of the model
     element: int  # bytes of an element of the compute dtype
     amax: int  # linears whose activations are quantised with a scale that all ranks agree on, all blocks together
+    conditions: tuple[Condition, ...] = ()
+
+    @property
+    def kept_shapes(self) -> dict[str, tuple[int, int]]:
+        """Rows of the conditions and their width, by kind."""
+        return kept_shapes(self.conditions, self.dims.video_channels, self.dims.audio_channels)
 
     @property
     def chunk(self) -> int:
@@ -59,6 +68,7 @@ def sent(work: Work, *, first: bool, group_rows: int, tp_heads: int, heads: int)
     one_head = dims.head_dim * work.element
     return {
         "text": work.text_rows * dims.hidden * work.element * (layout.ranks - 1) if first else 0,
+        "conditions": FLOAT * sum(map(prod, work.kept_shapes.values())) * (layout.ranks - 1) if first else 0,
         "rows.gather": blocks * wire,
         "rows.reduce": blocks * wire,
         "heads.to": blocks * 3 * group_rows * (tp_heads - heads) * one_head,

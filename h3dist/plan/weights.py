@@ -19,6 +19,7 @@ F32, BF16 = 4, 2
 TIMESTEPS = 2  # distinct times of one evaluation: the video's and the sound's
 MODULATED = 3  # (modality, time) pairs in use: video rows, text rows, audio rows
 FP4_CAPABILITY = (10, 0)
+KEPT = 2  # and with conditions: their video rows, their audio rows
 LINEARS = ("attn.qkv_proj", "attn.out_proj", "mlp.fc1", "mlp.fc2")
 
 
@@ -70,9 +71,13 @@ def refiner_weights(dims: "DenoiserDims") -> int:
     return blocks + dims.hidden + dims.hidden * (dims.text_dim + 1)
 
 
-def modulation_bytes(dims: "DenoiserDims", steps: int) -> int:
-    """The AdaLN table of a whole run in float32: six chunks a block for each (modality, time) pair, and the end."""
-    return F32 * steps * dims.hidden * (dims.layers * 6 * MODULATED + 2 * TIMESTEPS)
+def modulation_bytes(dims: "DenoiserDims", steps: int, *, kept: bool = False) -> int:
+    """The AdaLN table of a whole run in float32: six chunks a block for each (modality, time) pair, and the end.
+
+    `kept` says that there are conditions, with pairs of their own.
+    """
+    pairs = MODULATED + KEPT * kept
+    return F32 * steps * dims.hidden * (dims.layers * 6 * pairs + 2 * TIMESTEPS)
 
 
 def stored_bytes(dims: "DenoiserDims", heads: int, ffn: int, *, refiner: bool) -> int:
