@@ -174,7 +174,7 @@ def gpus(*free):
 
 
 def planned(words, monkeypatch, devices, tmp_path):
-    for place in ("h3dist.matrix.cells.visible_devices", "h3dist.preflight.visible_devices"):
+    for place in ("h3dist.matrix.cells.visible_devices", "h3dist.planner.visible_devices"):
         monkeypatch.setattr(place, lambda: devices)
     config, words = compose_matrix(words)
     return {f"{p.cell.asked} {p.cell.ranks}": p.reason for p in prepare(config, words, tmp_path / "m.json").cells}

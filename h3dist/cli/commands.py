@@ -6,6 +6,7 @@ import typer
 
 from h3dist.cli.extend import extend
 from h3dist.cli.matrix import matrix
+from h3dist.cli.report import report
 from h3dist.cli.shell import (
     Attention,
     Commands,
@@ -211,6 +212,7 @@ app.command()(extend)
 
 
 app.command()(matrix)
+app.command()(report)
 
 
 def main() -> None:

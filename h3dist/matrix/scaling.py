@@ -77,17 +77,24 @@ def _summary(repeats: Sequence[Record]) -> Record:
         "step_seconds": spread(step for cell in seconds for step in cell["steps"][1:]),
         "first_step_seconds": spread(cell["first_step"] for cell in seconds),
         "load_seconds": spread(cell["load"] for cell in seconds),
+        "wall_seconds": spread(cell["wall"] for cell in seconds),
         "stage_seconds": {
             name: spread(cell["stages"][name]["max"] for cell in seconds if name in cell["stages"])
             for name in sorted(stages, key=list(seconds[0]["stages"]).index)
         },
         "speedup": _middle(cell["speedup"] for cell in repeats),
         "efficiency": _middle(cell["efficiency"] for cell in repeats),
+        "relative_error": _largest(cell["parity"]["relative_error"] for cell in repeats),
         "repeats_equal": len({cell["latents"]["sha256"] for cell in repeats}) == 1 if len(repeats) > 1 else None,
         "bytes_planned": first["bytes"]["planned"],
         "bytes_counted": first["bytes"]["counted"],
         "peak_memory": max(peak for cell in repeats for peak in cell["memory"]["peak"]),
     }
+
+
+def _largest(values: Iterable[float | None]) -> float | None:
+    found = [value for value in values if value is not None]
+    return max(found) if found else None
 
 
 def _middle(values: Iterable[float | None]) -> float | None:

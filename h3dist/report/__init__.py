@@ -1,0 +1,1 @@
+"""Tables and pictures from measurements: our own matrices, and figures that others have published."""
