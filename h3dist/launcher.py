@@ -42,19 +42,23 @@ def run_generate(job: Job) -> int:
     Raises an `H3Error` for what is refused before any rank starts, and SystemExit where a signal comes
     before; what fails later is told on stderr.
     """
-    from h3dist.preflight import plan_run
+    from h3dist.planner import decide_run
 
     with on_signals(_exit):
         config = compose(job.overrides)
         made = make_job(config, job.request, job.output, job.inputs)
-        plan, notes = plan_run(config, made["request"], job.gpus)
-        check_devices(config, plan.layout.world)
-        for note in (*made["notes"], *notes):
+        decision = decide_run(config, made["request"], job.gpus)
+        layout = decision.plan.layout
+        check_devices(config, layout.world)
+        for note in (*made["notes"], *decision.notes):
             print(f"h3dist: {note}", file=sys.stderr)
-        return _run(made, job, config, plan.layout)
+        environ = {"OMP_NUM_THREADS": str(threads_per_rank(config.runtime.threads, layout.world))}
+        if decision.visible:
+            environ["CUDA_VISIBLE_DEVICES"] = decision.visible
+        return _run(made, job, layout, environ)
 
 
-def _run(made: dict[str, Any], job: Job, config: Config, layout: Layout) -> int:
+def _run(made: dict[str, Any], job: Job, layout: Layout, environ: dict[str, str]) -> int:
     folder = run_folder()
     made |= {"status_dir": str(folder / "status"), "verbose": job.verbose, "layout": asdict(layout)}
     write_job(made, folder / "job.json")
@@ -63,7 +67,7 @@ def _run(made: dict[str, Any], job: Job, config: Config, layout: Layout) -> int:
         folder / "status",
         layout.world,
         list(made["output"]["parts"].values()),
-        environ={"OMP_NUM_THREADS": str(threads_per_rank(config.runtime.threads, layout.world))},
+        environ=environ,
         log=folder / "torchrun.log",
     )
     return report(outcome, folder, layout.world, job.verbose)

@@ -6,52 +6,22 @@ Opens the checkpoints' headers, counts the prompt's tokens, looks at the memory 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from h3dist.config import Config
 from h3dist.errors import ConfigError
-from h3dist.intake import read_request
 from h3dist.material import conditions_of
-from h3dist.plan import Layout, Plan, check_memory, fits, fp4_linears, make_layout, make_plan, released_dims
+from h3dist.plan import Layout, Plan, fp4_linears, make_plan, released_dims
 from h3dist.request import Resolved
 from h3dist.sampling.schedules import evaluations
 from h3dist.text.presentation import Piece, pieces
 from h3dist.text.tokenizer import count_tokens
-from h3dist.topology import Device, auto_world, free_host_memory, visible_devices
 
 if TYPE_CHECKING:
     from h3dist.checkpoint.comfy import DenoiserDims, DenoiserFile, Slots
 
 HOST_RESERVE = 1 << 28  # a rank's Python and torch on a CPU
 CHARACTERS_PER_TOKEN = 4  # of English; without a tokenizer the plan estimates
-
-
-@dataclass(frozen=True)
-class Machine:
-    """Where ranks run: "cuda" or "cpu", the free bytes of each rank, the lowest compute capability."""
-
-    device: str
-    free: tuple[int, ...]
-    capability: tuple[int, int] | None
-
-    @classmethod
-    def of(cls, config: Config, world: int) -> "Machine":
-        """This machine, as the configuration lets `world` ranks see it. Ranks may share a GPU over gloo."""
-        gpus = () if config.runtime.device == "cpu" else visible_devices()
-        if not gpus:
-            return cls("cpu", (free_host_memory() // world,) * world, None)
-        return cls("cuda", _share_out(gpus, world), min(gpu.capability for gpu in gpus))
-
-    @classmethod
-    def imagined(cls, gpu_memory: int, world: int) -> "Machine":
-        """`world` GPUs of `gpu_memory` bytes each, all free."""
-        return cls("cuda", (gpu_memory,) * world, None)
-
-
-def _share_out(gpus: Sequence[Device], world: int) -> tuple[int, ...]:
-    """Free bytes of each rank where ranks take GPUs in turn."""
-    users = [len(range(place, world, len(gpus))) for place in range(len(gpus))]
-    return tuple(gpus[r % len(gpus)].memory_free // max(1, users[r % len(gpus)]) for r in range(world))
 
 
 @dataclass(frozen=True)
@@ -65,61 +35,9 @@ class Facts:
     notes: tuple[str, ...]
 
 
-def plan_run(
-    config: Config, request: Mapping[str, Any], gpus: int | None = None
-) -> tuple[Plan, tuple[str, ...]]:
-    """The plan of a run that is about to start, and what to tell the user.
-
-    Every file must be there and whole; the memory that is free must do. Raises `CheckpointError`, `PlanError`
-    and what a bad request raises.
-    """
-    from h3dist.checkpoint.comfy import open_slots
-
-    resolved = read_request(config, request)
-    slots = open_slots(config.model)
-    facts = facts_of(slots, count_tokens(config.model.tokenizer, *read_aloud(config, resolved)))
-    world = count_ranks(config, gpus)
-    machine = Machine.of(config, world)
-    made = _plan(config, resolved, facts, machine, world)
-    check_memory(made, machine.free)
-    return made, worth_telling(slots)
-
-
 def worth_telling(slots: "Slots") -> tuple[str, ...]:
     """Notes on the files, but for the video VAE's unused mask token, which every such file has."""
     return tuple(note for note in slots.notes if note not in slots.video_vae.notes)
-
-
-def plan_ahead(
-    config: Config, request: Mapping[str, Any], gpus: int | None = None, gpu_memory: int | None = None
-) -> tuple[Plan, tuple[str, ...]]:
-    """The plan of a run on a machine one may not have: no weights and no GPUs are needed.
-
-    Files that are there are used; for others the released sizes stand in, which `notes` say. With `gpu_memory`
-    bytes of each GPU given, or GPUs visible, a plan that does not fit raises `PlanError`.
-    """
-    resolved = read_request(config, request)
-    facts = facts_ahead(config, read_aloud(config, resolved))
-    world = count_ranks(config, gpus)
-    visible = len(visible_devices()) if config.runtime.device != "cpu" else 0
-    known = gpu_memory is not None or 0 < world <= visible
-    machine = Machine.imagined(gpu_memory or 0, world) if gpu_memory else Machine.of(config, world)
-    made = _plan(config, resolved, facts, machine if known else None, world)
-    if known:
-        check_memory(made, machine.free)
-    return made, facts.notes
-
-
-def count_ranks(config: Config, gpus: int | None) -> int:
-    """Ranks of a run: as asked, else what the layout's degrees multiply to, else one for each visible GPU."""
-    parallel = config.parallel
-    if gpus is not None:
-        return gpus
-    if parallel.mode == "single":
-        return 1
-    if parallel.sp is not None and parallel.tp is not None:
-        return parallel.sp * parallel.tp
-    return auto_world(config.runtime.device)
 
 
 def facts_of(slots: "Slots", text_rows: int) -> Facts:
@@ -140,9 +58,7 @@ def facts_ahead(config: Config, found: Sequence[Piece]) -> Facts:
     from h3dist.checkpoint.comfy import open_denoiser
 
     model, notes = config.model, []
-    dfile = (
-        open_denoiser(model.denoiser, qkv_order=model.qkv_order) if Path(model.denoiser).is_file() else None
-    )
+    dfile = open_denoiser(model.denoiser, qkv_order=model.qkv_order) if Path(model.denoiser).is_file() else None
     paths = {name: Path(getattr(model, name)) for name in ("text_encoder", "video_vae", "audio_vae")}
     sizes = {name: path.stat().st_size for name, path in paths.items() if path.is_file()}
     if Path(model.tokenizer).is_dir():
@@ -156,24 +72,6 @@ def facts_ahead(config: Config, found: Sequence[Piece]) -> Facts:
 def _about(piece: Piece) -> int:
     """Tokens of a piece, without a tokenizer."""
     return max(1, len(piece) // CHARACTERS_PER_TOKEN) if isinstance(piece, str) else piece.tokens + 2
-
-
-def _plan(config: Config, resolved: Resolved, facts: Facts, machine: Machine | None, world: int) -> Plan:
-    """The plan with the layout that the configuration asks for; "auto" takes one that fits `machine`."""
-    device = machine.device if machine else "cuda"
-    capability = machine.capability if machine else None
-
-    def on(layout: Layout) -> Plan:
-        return plan_on(config, resolved, facts, layout, device=device, capability=capability)
-
-    def fitting(layout: Layout) -> bool:
-        return machine is None or fits(on(layout), machine.free)
-
-    parallel = config.parallel
-    layout = make_layout(
-        parallel.mode, world, parallel.sp, parallel.tp, facts.dims, dp=parallel.dp, fits=fitting
-    )
-    return on(layout)
 
 
 def plan_on(
@@ -226,7 +124,5 @@ def check_backend(config: Config, device: str) -> str:
     """The transport of tensors between ranks. Raises `ConfigError` for NCCL without CUDA."""
     backend = config.runtime.backend
     if backend == "nccl" and device != "cuda":
-        raise ConfigError(
-            "runtime.backend=nccl needs CUDA devices; runtime.backend=gloo runs on the processor"
-        )
+        raise ConfigError("runtime.backend=nccl needs CUDA devices; runtime.backend=gloo runs on the processor")
     return ("nccl" if device == "cuda" else "gloo") if backend == "auto" else backend

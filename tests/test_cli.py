@@ -8,7 +8,7 @@ from importlib.metadata import version
 
 import pytest
 
-from h3dist import errors, launcher
+from h3dist import errors, launcher, planner
 from h3dist.cli import typed
 from h3dist.cli.commands import main
 from h3dist.config import compose
@@ -241,11 +241,8 @@ def test_help_needs_nothing_heavy():
 def test_plan_takes_what_generate_takes(monkeypatch, run):
     seen = {}
 
-    class Preflight:
-        @staticmethod
-        def plan_ahead(config, request, *, gpus, gpu_memory):
-            seen.update(config=config, request=request, gpus=gpus, gpu_memory=gpu_memory)
-            return Preflight, ("a note",)
+    class Decision:
+        notes = ("a note",)
 
         @staticmethod
         def text():
@@ -255,15 +252,18 @@ def test_plan_takes_what_generate_takes(monkeypatch, run):
         def as_dict():
             return {"world": 6}
 
-    import h3dist
+    def decide_ahead(config, request, ahead):
+        seen.update(config=config, request=request, ahead=ahead)
+        return Decision
 
-    monkeypatch.setattr(h3dist, "preflight", Preflight, raising=False)
-    words = ["--gpus", "6", "--gpu-memory", "96GiB", "--mode", "tensor", "-o", "x.mp4", "request.frames=22"]
+    monkeypatch.setattr(planner, "decide_ahead", decide_ahead)
+    machine = ["--gpus", "6", "--gpu-memory", "96GiB", "--gpu", "RTX PRO 6000", "--links", "links.json"]
+    words = [*machine, "--mode", "tensor", "-o", "x.mp4", "request.frames=22"]
     code, _, out, err = run("plan", "a fox", *words)
     assert (code, out, err) == (0, "the plan\n", "h3dist: a note\n")
     assert seen["request"] == {"prompt": "a fox", "frames": 22}
-    assert (seen["gpus"], seen["gpu_memory"]) == (6, 96 * 2**30)
+    assert seen["ahead"] == planner.Ahead(6, "RTX PRO 6000", 96 * 2**30, "links.json")
     assert seen["config"].parallel.mode == "tensor"
     assert json.loads(run("plan", "--json")[2]) == {"world": 6}
-    assert seen["request"]["prompt"]
+    assert seen["request"]["prompt"] and seen["ahead"] == planner.Ahead()
     assert "96GiB or 80GB" in run("plan", "--gpu-memory", "96")[3]

@@ -86,7 +86,7 @@ def test_what_moves_is_what_the_plan_says_is_sent(layout):
     for move in moves(plan):
         for share in plan.shares:
             assert plan.steps * move.sent_by(share.rank) == share.sent[move.label], (move.label, share.rank)
-    assert {move.label for move in moves(plan)} == plan.shares[0].sent.keys() - {"text"}
+    assert {move.label for move in moves(plan)} == plan.shares[0].sent.keys() - {"text", "conditions"}
 
 
 def test_products_and_attention_are_the_slowest_ranks():

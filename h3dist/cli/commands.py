@@ -4,8 +4,10 @@ from typing import Annotated
 
 import typer
 
+from h3dist.cli.doctor import doctor
 from h3dist.cli.extend import extend
 from h3dist.cli.matrix import matrix
+from h3dist.cli.plan import plan
 from h3dist.cli.report import report
 from h3dist.cli.shell import (
     Attention,
@@ -21,7 +23,6 @@ from h3dist.cli.shell import (
     Verbose,
     Words,
     print_version,
-    say,
 )
 from h3dist.errors import ConfigError, nearest
 
@@ -30,7 +31,6 @@ EPILOG = (
     "4 the plan is not legal or does not fit; 5 output; 6 NaN or infinity; 7 a rank died or timed out; "
     "8 a package is missing; 130 interrupted; 143 terminated."
 )
-PLANNED_PROMPT = "A quiet shot of a woman by a rain-streaked window. She says, 'We should leave before dawn.'"
 
 app = typer.Typer(
     cls=Commands,
@@ -84,38 +84,6 @@ def generate(
         inputs=tuple(filter(None, (request, prompt_file))),
     )
     raise typer.Exit(launcher.run_generate(job))
-
-
-@app.command()
-def plan(
-    words: Words = None,
-    request: RequestFile = None,
-    prompt_file: PromptFile = None,
-    output: OutputPath = None,
-    gpus: Gpus = "auto",
-    gpu_memory: Annotated[
-        str | None, typer.Option("--gpu-memory", metavar="SIZE", help="Memory of each GPU, as in 96GiB.")
-    ] = None,
-    mode: Mode = None,
-    attention: Attention = None,
-    allow_untrained: Untrained = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
-    verbose: Verbose = False,
-) -> None:
-    """Say who would hold and send what, without making anything; takes what `generate` takes."""
-    import json
-
-    from h3dist import preflight
-    from h3dist.cli.typed import ask, byte_count, group_options, rank_count
-
-    options = group_options(mode, attention, allow_untrained)
-    asked = ask(words or [], options, request, prompt_file, stand_in=PLANNED_PROMPT)
-    made, notes = preflight.plan_ahead(
-        asked.config, asked.request, gpus=rank_count(gpus), gpu_memory=byte_count(gpu_memory)
-    )
-    for note in notes:
-        say(note)
-    typer.echo(json.dumps(made.as_dict(), indent=2) if as_json else made.text())
 
 
 @app.command()
@@ -209,9 +177,9 @@ def tasks(
 
 
 app.command()(extend)
-
-
+app.command()(plan)
 app.command()(matrix)
+app.command()(doctor)
 app.command()(report)
 
 

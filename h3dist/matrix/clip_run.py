@@ -13,7 +13,8 @@ from h3dist.matrix.cells import Cell
 from h3dist.matrix.config import MatrixConfig
 from h3dist.matrix.start import Start, ranks_environ
 from h3dist.plan import Layout, Plan
-from h3dist.preflight import compute_dtype, plan_run
+from h3dist.planner import decide_run
+from h3dist.preflight import compute_dtype
 from h3dist.request import gather_request
 from h3dist.torchrun import torchrun
 
@@ -38,7 +39,7 @@ def clip_settings(config: MatrixConfig, device: str) -> dict[str, Any]:
 def plan_clip(cell: Cell, layout: Layout, config: MatrixConfig, words: Sequence[str]) -> Plan:
     """The cell's plan, held against checkpoints and free memory. Raises `PlanError`, and what a bad request raises."""
     fields = _fields(config) | asdict(cell.shape)
-    return plan_run(_config(cell, layout, words), fields, cell.ranks)[0]
+    return decide_run(_config(cell, layout, words), fields, cell.ranks).plan
 
 
 def start_clip(cell: Cell, plan: Plan, config: MatrixConfig, words: Sequence[str], folder: Path) -> Start:

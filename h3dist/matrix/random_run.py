@@ -12,7 +12,8 @@ from h3dist.matrix.cells import Cell
 from h3dist.matrix.config import MatrixConfig
 from h3dist.matrix.start import Start, ranks_environ
 from h3dist.plan import Layout, Plan, check_memory, make_plan, released_dims
-from h3dist.preflight import HOST_RESERVE, Machine, compute_dtype
+from h3dist.planner import this_machine
+from h3dist.preflight import HOST_RESERVE, compute_dtype
 from h3dist.request import parse_request, resolve
 from h3dist.torchrun import torchrun
 
@@ -89,7 +90,8 @@ def random_settings(config: MatrixConfig, device: str) -> dict[str, Any]:
 def plan_random(cell: Cell, layout: Layout, config: MatrixConfig) -> Plan:
     """The cell's plan, held against the memory that is free. Raises `PlanError`."""
     plan = plan_of(Spec.of(cell, layout, config))
-    check_memory(plan, Machine.of(config, cell.ranks).free)
+    machine = this_machine(config)
+    check_memory(plan, machine.free(machine.seats(cell.ranks)))
     return plan
 
 

@@ -115,9 +115,10 @@ class Weigher:
         return max(0, *(need - have for need, have in zip(plan.peaks, free, strict=True)))
 
     def _cost(self, plan: Plan, seats: Sequence[int]) -> Cost | None:
-        """None also where ranks share a GPU: they would wait for each other in ways that nobody measured."""
+        """None also where ranks share a GPU, or their links are not known: nobody measured that."""
         rates, world = self.rates, len(seats)
-        if rates is None or (self.machine.gpus and len(set(seats)) < world):
+        alone = not self.machine.gpus or world == 1
+        if rates is None or not (alone or (self.machine.links and len(set(seats)) == world)):
             return None
         share = rates if self.machine.gpus else rates.part(1 / world)
         return step_cost(plan, share, self.machine.wires(seats, rates, self.table))

@@ -17,7 +17,7 @@ def reasons(choice: Choice) -> tuple[str, ...]:
     """Why, in plain words, one sentence each."""
     return (
         _layout(choice),
-        *_count(choice),
+        *count_words(choice),
         *_seats(choice),
         *_predicted(choice),
         *(_lost(choice, option) for option in choice.rivals),
@@ -68,6 +68,8 @@ def _layout(choice: Choice) -> str:
     plan, layout = choice.taken.plan, choice.taken.layout
     if choice.given:
         return f"{layout} was asked for"
+    if choice.machine.device == "cpu":
+        return f"{layout}: there is no GPU, and ranks on the processor share it"
     if layout.world == 1:
         return "one rank does everything"
     if not choice.machine.known:
@@ -79,7 +81,7 @@ def _layout(choice: Choice) -> str:
     return f"{layout}: the smallest tp that fits; the next smaller lacks {lacking / GIB:.1f} GiB"
 
 
-def _count(choice: Choice) -> Iterator[str]:
+def count_words(choice: Choice) -> Iterator[str]:
     """Whether fewer GPUs, or more, would do."""
     taken, world = choice.taken, choice.taken.layout.world
     if taken.cost is None:
@@ -129,7 +131,7 @@ def _kind(link: Link) -> str:
 def _predicted(choice: Choice) -> Iterator[str]:
     cost = choice.taken.cost
     if cost is None:
-        yield f"no time is predicted: {choice.unpriced or 'ranks share GPUs'}"
+        yield f"no time is predicted: {choice.unpriced or _unknown(choice)}"
         return
     name = choice.rates.name if choice.rates else ""
     yield f"{duration(cost.seconds)} a step predicted on {name}: {terms(cost)}"
@@ -143,6 +145,10 @@ def _predicted(choice: Choice) -> Iterator[str]:
 
 def _most_talk(cost: Cost) -> str:
     return max(TALK, key=lambda name: getattr(cost, name))
+
+
+def _unknown(choice: Choice) -> str:
+    return "ranks share GPUs" if choice.machine.links else "the links between the GPUs are not known"
 
 
 def _lost(choice: Choice, option: Option) -> str:
