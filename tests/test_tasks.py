@@ -9,7 +9,6 @@ import pytest
 from PIL import Image
 
 import h3dist.request
-from h3dist import intake
 from h3dist.config import compose
 from h3dist.errors import OutputError, RequestError
 from h3dist.intake import check_partition, read_request
@@ -243,9 +242,8 @@ def files(tmp_path_factory):
 
 
 @pytest.fixture
-def ask(files, monkeypatch):
+def ask(files):
     """Read a request whose media are in `files`."""
-    monkeypatch.setattr(intake, "refuse_conditions", lambda resolved: None, raising=False)
     config = compose(["model.denoiser=/models/h3.safetensors"])
 
     def read(**fields):
@@ -277,8 +275,7 @@ def test_the_canvas_takes_the_first_keyframes_aspect(ask, name, canvas):
     assert ask(references=[{"image": name}]).width == 1344
 
 
-def test_no_medium_is_replaced_by_an_output(files, monkeypatch):
-    monkeypatch.setattr(intake, "refuse_conditions", lambda resolved: None, raising=False)
+def test_no_medium_is_replaced_by_an_output(files):
     config = compose(["model.denoiser=h3"])
     fields = {"prompt": "x", "references": [{"video": "f362.mp4", "soundtrack": "voice.wav"}]}
     fields = h3dist.request.absolute_media(fields, files)
