@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
+from itertools import combinations
 from pathlib import Path
 
 import jsonschema
@@ -18,10 +19,11 @@ from h3dist.matrix import environment, results, scaling
 from h3dist.matrix.cells import Cell
 from h3dist.matrix.config import Shape, compose_matrix
 from h3dist.matrix.prepare import prepare
+from h3dist.matrix.records import waiting
 from h3dist.matrix.run import run_matrix
 from h3dist.matrix.table import line, table
 from h3dist.matrix.transport import transport
-from h3dist.topology import Device
+from h3dist.topology import Device, Link, Topology
 from tests.planted import TESTS, run_planted
 
 SCHEMA = json.loads((TESTS.parent / "h3dist/matrix/schema.json").read_text())
@@ -105,9 +107,7 @@ def test_figures_of_two_machines_are_not_mixed(run, monkeypatch):
 
 
 def test_a_signal_stops_the_matrix_and_not_its_file(run):
-    code, document = run(
-        "layouts=[ulysses]", parts={"ulysses 1": ("figures", 60), "ulysses 2": ("interrupted", 60)}
-    )
+    code, document = run("layouts=[ulysses]", parts={"ulysses 1": ("figures", 60), "ulysses 2": ("interrupted", 60)})
     assert code == 130
     assert states(document) == {"ulysses 1": "done", "ulysses 2": "pending"}
     assert not document["finished"]
@@ -174,8 +174,7 @@ def gpus(*free):
 
 
 def planned(words, monkeypatch, devices, tmp_path):
-    for place in ("h3dist.matrix.cells.visible_devices", "h3dist.planner.visible_devices"):
-        monkeypatch.setattr(place, lambda: devices)
+    monkeypatch.setattr("h3dist.planner.visible_devices", lambda: devices)
     config, words = compose_matrix(words)
     return {f"{p.cell.asked} {p.cell.ranks}": p.reason for p in prepare(config, words, tmp_path / "m.json").cells}
 
@@ -192,6 +191,21 @@ def test_what_does_not_fit_the_least_free_device_is_skipped(monkeypatch, tmp_pat
     words = ["shapes=[864x480x141]", "layouts=[ulysses,tensor]", "worlds=[2]"]
     reasons = planned(words, monkeypatch, gpus(100 << 30, 12 << 30), tmp_path)
     assert "rank 1 needs about" in reasons["ulysses 2"] and reasons["tensor 2"] is None
+
+
+def test_ranks_take_the_gpus_that_the_planner_gives_them(monkeypatch, tmp_path):
+    """Two pairs of neighbours that CUDA does not number together: the pairs are the tp groups, as in a run."""
+    monkeypatch.setattr("h3dist.planner.visible_devices", lambda: gpus(*[100 << 30] * 4))
+    near = {(0, 2), (1, 3)}
+    links = tuple(Link(*pair, "PIX" if pair in near else "SYS", True, True) for pair in combinations(range(4), 2))
+    monkeypatch.setattr("h3dist.planner.read_topology", lambda: Topology((), links, 0, 0))
+    config, words = compose_matrix(["shapes=[864x480x141]", "layouts=[2x2,ulysses]", "worlds=[4]"])
+    matrix = prepare(config, words, tmp_path / "m.json")
+    pairs, rows = (matrix.start(planned, tmp_path).environ.get("CUDA_VISIBLE_DEVICES") for planned in matrix.cells)
+    assert (pairs, rows) == ("GPU-0,GPU-2,GPU-1,GPU-3", None)
+    record = waiting(matrix.cells[0])["predicted"]
+    assert record["gpus"] == [0, 2, 1, 3]
+    assert record["step_seconds"] == pytest.approx(sum(record["terms"].values()), rel=1e-3)
 
 
 def test_no_gpu_at_all_is_no_matrix(monkeypatch, tmp_path):

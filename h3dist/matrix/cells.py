@@ -11,7 +11,7 @@ from h3dist.config import Config
 from h3dist.errors import ConfigError, PlanError
 from h3dist.matrix.config import MatrixConfig, Shape
 from h3dist.plan import Layout, Plan, make_layout
-from h3dist.topology import visible_devices
+from h3dist.planner import Decision
 
 if TYPE_CHECKING:
     from h3dist.checkpoint.comfy import DenoiserDims
@@ -42,11 +42,17 @@ class Cell:
 
 @dataclass(frozen=True)
 class Planned:
-    """A cell with its plan, or without one and the reason why it cannot run here."""
+    """A cell with what was decided for it, or without that and the reason why it cannot run here."""
 
     cell: Cell
-    plan: Plan | None = None
+    decision: Decision | None = None
     reason: str | None = None
+
+    @property
+    def plan(self) -> Plan:
+        """The plan of a cell that can run."""
+        assert self.decision is not None, self.reason
+        return self.decision.plan
 
 
 def cells_of(config: MatrixConfig, settings: Mapping[str, Any]) -> Iterator[Cell]:
@@ -67,12 +73,11 @@ def layout_of(cell: Cell, dims: "DenoiserDims") -> Layout:
 class Feasible:
     """Says of cell after cell why it need not or cannot run: too few devices, no such layout, the same as another."""
 
-    def __init__(self, config: Config, dims: "DenoiserDims") -> None:
-        self._dims = dims
-        self.gpus = len(visible_devices()) if config.runtime.device != "cpu" else 0
+    def __init__(self, config: Config, dims: "DenoiserDims", gpus: int) -> None:
+        self._dims, self.gpus = dims, gpus
         self._shared = config.runtime.backend == "gloo"
         self._seen: dict[tuple[Any, ...], Cell] = {}
-        if config.runtime.device == "cuda" and not self.gpus:
+        if config.runtime.device == "cuda" and not gpus:
             raise ConfigError("runtime.device=cuda: no GPU is visible; runtime.device=cpu runs on the processor")
 
     def layout(self, cell: Cell) -> Layout:

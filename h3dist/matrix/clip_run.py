@@ -9,11 +9,11 @@ from typing import Any
 
 from h3dist.config import Config, compose
 from h3dist.job import make_job, write_job
-from h3dist.matrix.cells import Cell
+from h3dist.matrix.cells import Cell, Planned
 from h3dist.matrix.config import MatrixConfig
 from h3dist.matrix.start import Start, ranks_environ
-from h3dist.plan import Layout, Plan
-from h3dist.planner import decide_run
+from h3dist.plan import Layout
+from h3dist.planner import Decision, decide_run
 from h3dist.preflight import compute_dtype
 from h3dist.request import gather_request
 from h3dist.torchrun import torchrun
@@ -36,14 +36,15 @@ def clip_settings(config: MatrixConfig, device: str) -> dict[str, Any]:
     }
 
 
-def plan_clip(cell: Cell, layout: Layout, config: MatrixConfig, words: Sequence[str]) -> Plan:
+def decide_clip(cell: Cell, layout: Layout, config: MatrixConfig, words: Sequence[str]) -> Decision:
     """The cell's plan, held against checkpoints and free memory. Raises `PlanError`, and what a bad request raises."""
     fields = _fields(config) | asdict(cell.shape)
-    return decide_run(_config(cell, layout, words), fields, cell.ranks).plan
+    return decide_run(_config(cell, layout, words), fields, cell.ranks)
 
 
-def start_clip(cell: Cell, plan: Plan, config: MatrixConfig, words: Sequence[str], folder: Path) -> Start:
+def start_clip(planned: Planned, config: MatrixConfig, words: Sequence[str], folder: Path) -> Start:
     """How to start the cell's ranks; the clip and its files stand in `folder`."""
+    cell, plan = planned.cell, planned.plan
     output = {"path": str(folder / "clip.mp4"), "latents": str(folder / "latents.safetensors")}
     job = make_job(_config(cell, plan.layout, words), _fields(config) | asdict(cell.shape), output)
     job |= {"status_dir": str(folder / "status"), "layout": asdict(plan.layout)}
@@ -51,7 +52,7 @@ def start_clip(cell: Cell, plan: Plan, config: MatrixConfig, words: Sequence[str
     arguments = [f"job={folder}/job.json", *_words(cell, plan.layout, words)]
     command = torchrun(folder, cell.ranks, "h3dist.generate", arguments, terminal=False)
     parts = list(job["output"]["parts"].values())
-    return Start(command, config.cell_seconds, ranks_environ(config, cell.ranks, folder), parts)
+    return Start(command, config.cell_seconds, ranks_environ(config, planned, folder), parts)
 
 
 def read_clip(folder: Path) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from h3dist.matrix import clip_run, random_run
 from h3dist.matrix.cells import Cell, Feasible, Planned, cells_of
 from h3dist.matrix.config import MatrixConfig
 from h3dist.matrix.start import Start, Starter
+from h3dist.planner import this_machine
 from h3dist.preflight import check_backend
 
 
@@ -38,33 +39,33 @@ def prepare(config: MatrixConfig, words: list[str], path: Path, start: Starter |
 
     `start` says how a cell's ranks start; without it they start as the configuration says.
     """
+    machine = this_machine(config)
+    device = machine.device
     dims = random_run.dims_of(config.size if config.denoise_only else "released")  # a clip's plan knows its own
-    feasible = Feasible(config, dims)
-    device = "cuda" if feasible.gpus else "cpu"
+    feasible = Feasible(config, dims, len(machine.gpus))
     backend = check_backend(config, device)
     shared = random_run.random_settings if config.denoise_only else clip_run.clip_settings
     settings = shared(config, device) | {"backend": backend}
-    cells = tuple(_plan(cell, feasible, config, words) for cell in cells_of(config, settings))
+
+    def decide(cell: Cell) -> Planned:
+        try:
+            layout = feasible.layout(cell)
+            if config.denoise_only:
+                return Planned(cell, random_run.decide_random(cell, layout, config, machine))
+            return Planned(cell, clip_run.decide_clip(cell, layout, config, words))
+        except PlanError as error:
+            return Planned(cell, reason=str(error))
+
+    cells = tuple(map(decide, cells_of(config, settings)))
     return Matrix(config, words, backend, cells, path, start or starter(config, words))
-
-
-def _plan(cell: Cell, feasible: Feasible, config: MatrixConfig, words: list[str]) -> Planned:
-    try:
-        layout = feasible.layout(cell)
-        if config.denoise_only:
-            return Planned(cell, random_run.plan_random(cell, layout, config))
-        return Planned(cell, clip_run.plan_clip(cell, layout, config, words))
-    except PlanError as error:
-        return Planned(cell, reason=str(error))
 
 
 def starter(config: MatrixConfig, words: list[str]) -> Starter:
     """How the cells of a configuration start."""
 
     def start(planned: Planned, folder: Path) -> Start:
-        assert planned.plan is not None
         if config.denoise_only:
-            return random_run.start_random(planned.cell, planned.plan, config, folder)
-        return clip_run.start_clip(planned.cell, planned.plan, config, words, folder)
+            return random_run.start_random(planned, config, folder)
+        return clip_run.start_clip(planned, config, words, folder)
 
     return start

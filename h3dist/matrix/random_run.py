@@ -8,11 +8,14 @@ from typing import Any
 
 from h3dist.checkpoint.denoiser_names import DenoiserDims
 from h3dist.config import Config
-from h3dist.matrix.cells import Cell
+from h3dist.matrix.cells import Cell, Planned
 from h3dist.matrix.config import MatrixConfig
 from h3dist.matrix.start import Start, ranks_environ
-from h3dist.plan import Layout, Plan, check_memory, make_plan, released_dims
-from h3dist.planner import this_machine
+from h3dist.plan import Layout, Plan, check_memory, fp4_linears, make_plan, released_dims
+from h3dist.plan.choose import Choice, Weigher
+from h3dist.plan.machine import Machine
+from h3dist.plan.rates import load_rates
+from h3dist.planner import Decision
 from h3dist.preflight import HOST_RESERVE, compute_dtype
 from h3dist.request import parse_request, resolve
 from h3dist.torchrun import torchrun
@@ -37,9 +40,10 @@ class Spec:
     sp: int
     tp: int
     allow_untrained: bool
+    capability: tuple[int, int] | None  # the lowest of the devices, None on a CPU
 
     @classmethod
-    def of(cls, cell: Cell, layout: Layout, config: Config) -> "Spec":
+    def of(cls, cell: Cell, layout: Layout, config: Config, capability: tuple[int, int] | None) -> "Spec":
         """The spec of a cell whose layout is known."""
         settings = cell.settings
         common = {name: settings[name] for name in ("steps", "seed", "text_rows", "size", "dtype", "device")}
@@ -50,6 +54,7 @@ class Spec:
             sp=layout.sp,
             tp=layout.tp,
             allow_untrained=config.runtime.allow_untrained,
+            capability=capability,
         )
 
 
@@ -62,14 +67,18 @@ def plan_of(spec: Spec) -> Plan:
     """The plan, the same on the parent and on every rank. Raises `RequestError`, `PlanError` and `ConfigError`."""
     fields = {"prompt": "-", "width": spec.width, "height": spec.height, "frames": spec.frames}
     asked = parse_request(fields | {"steps": spec.steps, "seed": spec.seed})
+    dims, capability = dims_of(spec.size), tuple(spec.capability) if spec.capability else None
+    fp4, amax = fp4_linears(dims, None, capability, spec.dtype)
     return make_plan(
         resolve(asked, allow_untrained=spec.allow_untrained, schedule="simple"),
-        dims_of(spec.size),
+        dims,
         spec.text_rows,
         Layout(sp=spec.sp, tp=spec.tp),
         dtype=spec.dtype,
         attention=spec.attention,
         steps=spec.steps,
+        fp4=fp4,
+        amax=amax,
         **({} if spec.device == "cuda" else {"reserve": HOST_RESERVE}),
     )
 
@@ -87,18 +96,30 @@ def random_settings(config: MatrixConfig, device: str) -> dict[str, Any]:
     }
 
 
-def plan_random(cell: Cell, layout: Layout, config: MatrixConfig) -> Plan:
-    """The cell's plan, held against the memory that is free. Raises `PlanError`."""
-    plan = plan_of(Spec.of(cell, layout, config))
-    machine = this_machine(config)
-    check_memory(plan, machine.free(machine.seats(cell.ranks)))
-    return plan
+def decide_random(cell: Cell, layout: Layout, config: MatrixConfig, machine: Machine) -> Decision:
+    """The cell's plan, its GPUs and predicted time, held against the memory that is free. Raises `PlanError`."""
+    plan = plan_of(Spec.of(cell, layout, config, machine.capability))
+    weigher = Weigher(plan, machine, load_rates())
+    choice = Choice(
+        taken=weigher.option(layout),
+        rivals=(),
+        counts=(),
+        machine=machine,
+        rates=weigher.rates,
+        unpriced=weigher.unpriced,
+        given=True,
+        free_count=False,
+    )
+    check_memory(plan, machine.free(choice.taken.seats))
+    return Decision(plan, choice, ())
 
 
-def start_random(cell: Cell, plan: Plan, config: MatrixConfig, folder: Path) -> Start:
+def start_random(planned: Planned, config: MatrixConfig, folder: Path) -> Start:
     """How to start the cell's ranks; what they are told is written to `folder`."""
+    assert planned.decision is not None
+    cell, capability = planned.cell, planned.decision.choice.machine.capability
     told = {
-        "spec": asdict(Spec.of(cell, plan.layout, config)),
+        "spec": asdict(Spec.of(cell, planned.plan.layout, config, capability)),
         "runtime": asdict(config.runtime),
         "status_dir": str(folder / "status"),
         "result": str(folder / "result.json"),
@@ -106,7 +127,7 @@ def start_random(cell: Cell, plan: Plan, config: MatrixConfig, folder: Path) -> 
     }
     (folder / "cell.json").write_text(json.dumps(told), encoding="ascii")
     command = torchrun(folder, cell.ranks, "h3dist.matrix.cell", [str(folder / "cell.json")], terminal=False)
-    return Start(command, config.cell_seconds, ranks_environ(config, cell.ranks, folder))
+    return Start(command, config.cell_seconds, ranks_environ(config, planned, folder))
 
 
 def read_random(folder: Path) -> dict[str, Any]:

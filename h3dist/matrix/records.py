@@ -9,6 +9,7 @@ from h3dist.errors import ConfigError, MissingDependency, PlanError
 from h3dist.matrix.cells import Planned
 from h3dist.matrix.scaling import FIGURES, spread
 from h3dist.plan import Plan
+from h3dist.planner import Decision
 from h3dist.processes import Outcome
 from h3dist.status import Cause
 
@@ -24,21 +25,34 @@ def now() -> str:
 
 def waiting(planned: Planned) -> dict[str, Any]:
     """The record of a cell that has not run, or is skipped for a reason."""
-    cell, plan = planned.cell, planned.plan
+    cell, decision = planned.cell, planned.decision
+    layout = decision.plan.layout if decision else None
     return {
         "key": cell.key,
         "name": cell.name,
-        "state": "pending" if plan else "skipped",
+        "state": "pending" if decision else "skipped",
         "reason": planned.reason,
         "cause": None,
         "shape": asdict(cell.shape),
         "asked": cell.asked,
         "ranks": cell.ranks,
-        "layout": {"sp": plan.layout.sp, "tp": plan.layout.tp, "mode": plan.layout.mode} if plan else None,
+        "layout": {"sp": layout.sp, "tp": layout.tp, "mode": layout.mode} if layout else None,
         "attention": cell.attention,
         "repeat": cell.repeat,
         "settings": dict(cell.settings),
-        "plan": key_numbers(plan) if plan else None,
+        "plan": key_numbers(decision.plan) if decision else None,
+        "predicted": predicted(decision) if decision else None,
+    }
+
+
+def predicted(decision: Decision) -> dict[str, Any]:
+    """What the planner says of the time, or why it cannot; `gpus` by rank, in CUDA's order."""
+    cost = decision.choice.taken.cost
+    return {
+        "gpus": list(decision.choice.taken.seats),
+        "step_seconds": round(cost.seconds, FIGURES) if cost else None,
+        "terms": {name: round(value, FIGURES) for name, value in vars(cost).items()} if cost else None,
+        "unpriced": decision.choice.unpriced,
     }
 
 

@@ -12,7 +12,19 @@ from typing import Any
 from h3dist.errors import OutputError
 
 SCHEMA, SCHEMA_VERSION = "h3dist.matrix", 1
-CELL_KEYS = {"key", "name", "state", "shape", "ranks", "asked", "layout", "attention", "repeat", "settings"}
+CELL_KEYS = {
+    "key",
+    "name",
+    "state",
+    "shape",
+    "ranks",
+    "asked",
+    "layout",
+    "attention",
+    "repeat",
+    "settings",
+    "predicted",
+}
 DONE_KEYS = {"seconds", "bytes", "memory", "latents", "parity"}
 
 

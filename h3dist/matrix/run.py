@@ -105,7 +105,6 @@ def _launch(matrix: Matrix, planned: Planned, folder: Path) -> Outcome:
 
 def _complete(matrix: Matrix, planned: Planned, record: dict[str, Any], folder: Path, wall: float) -> None:
     """The figures of a run that ended well."""
-    assert planned.plan is not None
     figures = matrix.figures(folder)
     assert figures["plan_digest"] == planned.plan.digest, "the ranks ran another plan than the one recorded"
     record |= records.measured(planned.plan, figures, wall, text_sent=not matrix.config.denoise_only)

@@ -74,6 +74,7 @@ def _summary(repeats: Sequence[Record]) -> Record:
     shared = ("shape", "asked", "ranks", "layout", "attention", "settings")
     return {name: first[name] for name in shared} | {
         "cells": [cell["key"] for cell in repeats],
+        "predicted_step_seconds": first["predicted"]["step_seconds"],
         "step_seconds": spread(step for cell in seconds for step in cell["steps"][1:]),
         "first_step_seconds": spread(cell["first_step"] for cell in seconds),
         "load_seconds": spread(cell["load"] for cell in seconds),

@@ -23,9 +23,11 @@ class Start:
 Starter = Callable[[Planned, Path], Start]  # of a cell, in its folder
 
 
-def ranks_environ(config: Config, ranks: int, folder: Path) -> dict[str, str]:
-    """Threads for each rank, and NCCL's own account of its transport, unless the user asked NCCL for another."""
-    environ = {"OMP_NUM_THREADS": str(threads_per_rank(config.runtime.threads, ranks))}
+def ranks_environ(config: Config, planned: Planned, folder: Path) -> dict[str, str]:
+    """Threads and GPU of each rank, and NCCL's own account of its transport, unless the user asked NCCL for another."""
+    environ = {"OMP_NUM_THREADS": str(threads_per_rank(config.runtime.threads, planned.cell.ranks))}
+    if planned.decision and planned.decision.visible:
+        environ["CUDA_VISIBLE_DEVICES"] = planned.decision.visible
     if "NCCL_DEBUG" not in os.environ:
         environ |= {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT", "NCCL_DEBUG_FILE": f"{folder}/nccl.%p"}
     return environ

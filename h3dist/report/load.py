@@ -70,6 +70,7 @@ def _matrix_row(group: Mapping[str, Any], document: Mapping[str, Any]) -> Row:
         step_min=steps.get("min"),
         step_max=steps.get("max"),
         first_step=first.get("median"),
+        predicted=group["predicted_step_seconds"],
         total=walls.get("median"),
         speedup=group["speedup"],
         efficiency=group["efficiency"],

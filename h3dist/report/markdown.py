@@ -7,8 +7,8 @@ from h3dist.report.rows import Row, Source, apart
 
 GIB = 1 << 30
 HEAD = (
-    "shape", "layout", "ranks", "hardware", "runner", "attention", "step s (min to max)", "first s", "run s",
-    "speed-up", "efficiency", "latents", "peak GiB", "sent GB",
+    "shape", "layout", "ranks", "hardware", "runner", "attention", "step s (min to max)", "predicted s", "first s",
+    "run s", "speed-up", "efficiency", "latents", "peak GiB", "sent GB",
 )  # fmt: skip
 ALWAYS = 3  # columns that every table has
 
@@ -56,6 +56,7 @@ def _cells(row: Row) -> tuple[str, ...]:
         row.runner or "",
         row.attention or "",
         f"{row.step:.3f}{ranged}" if row.step is not None else "",
+        _number(row.predicted, "{:.3f}"),
         _number(row.first_step, "{:.3f}"),
         _number(row.total, "{:.1f}"),
         _number(row.speedup if row.gained else None, "{:.2f}") + base,

@@ -17,6 +17,7 @@ COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#9
 MARKERS = "osD^vP*X"
 ACROSS = 3  # shapes side by side
 LEGEND = 4  # names side by side
+UNITS = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
 BAR, LINE = 0.34, 0.18  # inches a bar, a line below a picture
 
 
@@ -132,14 +133,16 @@ def sent(source: Source) -> "Figure | None":
     if not rows:
         return None
     names = [name for name in rows[0].planned if any(row.planned[name] or row.counted[name] for row in rows)]
+    most = max(sum(row.counted.values()) for row in rows)
+    size, unit = next(((size, unit) for size, unit in UNITS if most >= size), UNITS[-1])
     figure, panel = _bars(source, rows, height=1.5)
     for row, place in zip(rows, _places(rows), strict=True):
-        _stack(panel, place - 0.18, [row.planned[name] / 1e9 for name in names], names, alpha=0.45, hatch="///")
-        end = _stack(panel, place + 0.18, [row.counted[name] / 1e9 for name in names], names)
+        _stack(panel, place - 0.18, [row.planned[name] / size for name in names], names, alpha=0.45, hatch="///")
+        end = _stack(panel, place + 0.18, [row.counted[name] / size for name in names], names)
         same = "as predicted" if dict(row.planned) == dict(row.counted) else "not as predicted"
-        panel.text(end, place + 0.18, f" {end:.3g} GB, {same}", va="center", fontsize=8)
-    panel.set_xlabel("GB sent by all ranks in a run: predicted (hatched) above counted")
-    panel.margins(x=0.2)
+        panel.text(end, place + 0.18, f" {end:.3g} {unit}, {same}", va="center", fontsize=8)
+    panel.set_xlabel(f"{unit} sent by all ranks in a run: predicted (hatched) above counted")
+    panel.margins(x=0.25)
     _legend(figure, [panel])
     return figure
 

@@ -24,6 +24,7 @@ class Row:
     step_min: float | None = None
     step_max: float | None = None
     first_step: float | None = None
+    predicted: float | None = None  # seconds a step, by the planner
     total: float | None = None
     speedup: float | None = None
     efficiency: float | None = None
