@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from golden import GOLDEN, check_golden, needs_golden
 from official_pipeline import as_video, official_pipeline, run_official
 from safetensors.torch import load_file
 from scipy.special import betaincinv
@@ -114,6 +115,14 @@ def test_the_film_is_the_requests(made):
     assert (film.audio_rate, film.audio_channels) == (32000, 2)
     assert film.metadata["title"] == REQUEST["prompt"]
     assert str(REQUEST["seed"]) in film.metadata["comment"]
+
+
+@needs_golden
+def test_one_rank_makes_what_other_software_made(tmp_path):
+    request = json.loads((GOLDEN / "request.json").read_text())
+    run = prepare_run({"overrides": GOLDEN / "overrides.txt"}, request, tmp_path, intermediates="all.safetensors")
+    pipeline.run(run.config, run.job, Ranks())
+    check_golden(tmp_path / "all.safetensors")
 
 
 @pytest.mark.parametrize("sampler", ["beta_res", "comfy_simple"])
