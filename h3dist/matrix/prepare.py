@@ -46,6 +46,8 @@ def prepare(config: MatrixConfig, words: list[str], path: Path, start: Starter |
     backend = check_backend(config, device)
     shared = random_run.random_settings if config.denoise_only else clip_run.clip_settings
     settings = shared(config, device) | {"backend": backend}
+    if device == "cpu":
+        settings["threads"] = config.runtime.threads
 
     def decide(cell: Cell) -> Planned:
         try:

@@ -13,18 +13,8 @@ from h3dist.errors import OutputError
 
 SCHEMA, SCHEMA_VERSION = "h3dist.matrix", 1
 CELL_KEYS = {
-    "key",
-    "name",
-    "state",
-    "shape",
-    "ranks",
-    "asked",
-    "layout",
-    "attention",
-    "repeat",
-    "settings",
-    "predicted",
-}
+    "key", "name", "state", "shape", "ranks", "asked", "layout", "attention", "repeat", "settings", "predicted",
+}  # fmt: skip
 DONE_KEYS = {"seconds", "bytes", "memory", "latents", "parity"}
 
 
@@ -44,21 +34,30 @@ def hold(path: Path) -> Iterator[None]:
 
 
 def _locked(lock: Path, path: Path) -> int:
-    while True:
-        try:
+    """A descriptor of the lock file that holds it."""
+    try:
+        while True:
             descriptor = os.open(lock, os.O_RDWR | os.O_CREAT, 0o644)
-        except OSError as error:
-            raise OutputError(f"cannot write {path}: {error.strerror}") from error
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if os.fstat(descriptor).st_ino == os.stat(lock).st_ino:
+            if _taken(descriptor, lock):
                 return descriptor
-        except BlockingIOError:
             os.close(descriptor)
-            raise OutputError(f"another matrix is at work on {path}; name another file with results=") from None
-        except FileNotFoundError:  # its holder removed it between our two calls
-            pass
+    except BlockingIOError:
+        raise OutputError(f"another matrix is at work on {path}; name another file with results=") from None
+    except OSError as error:
+        raise OutputError(f"cannot write and lock {path}: {error.strerror}") from error
+
+
+def _taken(descriptor: int, lock: Path) -> bool:
+    """Lock an open file. Whether it is still the one of this name: its last holder removes it at the end."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
         os.close(descriptor)
+        raise
+    try:
+        return os.fstat(descriptor).st_ino == os.stat(lock).st_ino
+    except FileNotFoundError:
+        return False
 
 
 def load(path: Path) -> tuple[dict[str, Any] | None, str | None]:
