@@ -63,9 +63,9 @@ def exchange(how, *_):
     Path(os.environ["NCCL_DEBUG_FILE"].replace("%p", str(os.getpid()))).write_text(
         f"x [0] NCCL INFO Channel 00/0 : 0[0] -> 1[1] via {'P2P/CUMEM/read' if with_p2p else 'SHM/direct/direct'}\n"
     )
-    if how == "always-hang" or (how == "hang" and with_p2p):
+    if how == "hang" and with_p2p:
         time.sleep(600)
-    if how == "die" and with_p2p and rank == 1:
+    if how == "broken" or (how == "die" and with_p2p and rank == 1):
         print("RankError: rank 1: NCCL error 3", file=sys.stderr)
         sys.exit(1)
     if how == "die" and with_p2p:

@@ -200,6 +200,13 @@ def test_a_lost_gpu_is_named(code):
         survey(Lost(H200, buses(HGX[:4]), (0,) * 4), host())
 
 
+def test_a_gpu_lost_while_links_are_read_is_no_missing_nvlink():
+    values = answers()
+    values["nvml"]["nvmlDeviceGetNvLinkState"]["gpu1 0"] = {"error": 15, "text": "GPU is lost"}
+    with pytest.raises(ConfigError, match="links: GPU is lost"):
+        replayed(values)
+
+
 # The binding itself, over C functions that stand in the driver's place.
 
 

@@ -95,12 +95,12 @@ class Examination:
     def report(self) -> Report:
         """Start what needs no GPU at once; meanwhile look at the machine, and try copies and exchange in turn."""
         names = {"files": self.overrides, "torch": (), "encoders": ()}
-        with ThreadPoolExecutor(len(names)) as pool:
+        with ThreadPoolExecutor(len(names) + 1) as pool:
             try:
                 waiting = {name: pool.submit(self.run, name, *arguments) for name, arguments in names.items()}
-                return self._report(waiting)
+                return pool.submit(self._report, waiting).result()  # a signal here interrupts no start of a child
             finally:
-                self.stop.set()  # at a signal the children end now
+                self.stop.set()  # after a signal the children end now
 
     def _report(self, waiting: Mapping[str, Future[Ended]]) -> Report:
         machine = self.run("machine")
