@@ -17,13 +17,12 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from h3dist.bench.steps import Clip, Measured, measure_steps, relative_error
+from h3dist.bench.spec import SMALL, Clip
+from h3dist.bench.steps import Measured, measure_steps, relative_error
 from h3dist.comm import Comm
 from h3dist.geometry import Geometry
 from h3dist.plan import Plan, make_layout, make_plan, released_dims
 from h3dist.topology import read_ranks
-
-SMALL = {"hidden": 208, "heads": 14, "head_dim": 32, "ffn": 1168, "layers": 3, "rope_freqs": 4}
 
 
 def arguments() -> argparse.Namespace:

@@ -75,6 +75,16 @@ def test_two_gpus_without_nvlink_are_as_fast_as_published(shape, speedup, kind):
     assert two.dominant == "attention"
 
 
+@pytest.mark.parametrize(
+    ("layout", "seconds"), [(Layout(tp=2), 5.6847), (Layout(sp=2, tp=2), 3.4435), (Layout(sp=4, tp=2), 1.7939)], ids=str
+)
+def test_another_runner_without_nvlink_takes_about_what_it_published(layout, seconds):
+    """vLLM-Omni with dense bfloat16 weights; its kind of link is not known, and that of PCIe switches explains it."""
+    plan = plan_of(SHAPES[1], layout, attention="sdpa_cudnn")
+    dense = replace(plan, stored=replace(plan.stored, bytes_per_weight=2))
+    assert near(cost_of("RTX PRO 6000", dense, "PIX").seconds, seconds, 0.1)
+
+
 def test_the_exchange_alone_takes_what_was_measured_over_nvlink():
     two = cost_of("H200", plan_of(SHAPES[1], Layout(sp=2)), "NV18")
     assert near(two.exchange / 50, 1.8e-3, 0.05)

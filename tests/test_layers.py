@@ -16,10 +16,10 @@ LAYERS = [
     {"comm", "attention"},
     {"model", "sampling", "text", "vae", "media", "saved", "compare"},
     {"preflight", "planner", "intake", "material", "job", "site", "progress", "sidecar"},
-    {"deliver", "conditioning", "tiny", "bench"},
+    {"deliver", "conditioning", "tiny"},
     {"pipeline"},
     {"workers", "processes", "torchrun"},
-    {"generate", "matrix", "serve", "service", "cloud", "report", "doctor"},
+    {"generate", "bench", "matrix", "serve", "service", "cloud", "report", "doctor"},
     {"launcher", "extend"},
     {"cli"},
 ]

@@ -15,9 +15,10 @@ from torch import Tensor
 
 from h3dist.attention.registry import get as attention_backend
 from h3dist.comm import Comm
-from h3dist.geometry import Geometry
 from h3dist.model.denoiser import Denoiser
+from h3dist.model.linear import FP4_CAPABILITY, choose_linear, dense_linear
 from h3dist.model.random_weights import random_denoiser, random_modulation
+from h3dist.model.weights import DenoiserWeights
 from h3dist.packing import pack_t2va
 from h3dist.plan import Plan
 from h3dist.sampling.noise import draw
@@ -25,14 +26,6 @@ from h3dist.sampling.samplers import sample
 from h3dist.sampling.schedules import make_schedule
 
 TEXT_TAG = 1
-
-
-@dataclass(frozen=True)
-class Clip:
-    """What a plan asks of a request where there is none: its geometry, and nothing said about it."""
-
-    geometry: Geometry
-    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -61,26 +54,47 @@ class Measured:
 
 def measure_steps(plan: Plan, comm: Comm, device: torch.device, *, seed: int = 0) -> Measured:
     """Run the plan's evaluations on random weights, on every rank of `comm`. The first one warms up."""
+    return run_steps(random_run(plan, comm, device, seed=seed), plan, comm, seed=seed)
+
+
+def random_run(plan: Plan, comm: Comm, device: torch.device, *, seed: int = 0) -> Denoiser:
+    """This rank's denoiser on random NVFP4 weights, tied to its peers: what a run has when it begins to denoise."""
     dtype, share = getattr(torch, plan.dtype), plan.shares[comm.rank]
-    weights = random_denoiser(plan.dims, share, seed=seed, device=device, dtype=dtype)
-    resident = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
-    denoiser = Denoiser(
-        weights,
+    exchange = comm.exchange(plan)
+    return Denoiser(
+        random_denoiser(plan.dims, share, seed=seed, device=device, dtype=dtype),
         pack_t2va(plan.geometry, (TEXT_TAG,) * plan.text_rows),
         share,
         random_modulation(plan.dims, plan.steps, seed=seed, device=device, dtype=dtype),
-        comm.exchange(plan),
+        exchange,
         attention_backend(plan.attention, device, dtype),
         _text_rows(plan, seed),
+        choose_linear(FP4_CAPABILITY, exchange, dtype) if plan.fp4 else dense_linear,
     )
+
+
+def run_steps(denoiser: Denoiser, plan: Plan, comm: Comm, *, seed: int = 0) -> Measured:
+    """Run the plan's evaluations with a denoiser of `random_run`, on every rank of `comm`."""
+    device = denoiser.weights.device
+    cuda = device.type == "cuda"
+    if cuda:
+        torch.cuda.reset_peak_memory_stats(device)
+    before = dict(comm.counted)
     seconds, latents = _run(denoiser, plan, device, seed)
-    peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
-    return Measured(seconds, latents, resident, peak, dict(comm.counted))
+    peak = torch.cuda.max_memory_allocated(device) if cuda else 0
+    sent = {label: count - before[label] for label, count in comm.counted.items()}
+    return Measured(seconds, latents, _kept(denoiser.weights) if cuda else 0, peak, sent)
 
 
 def relative_error(found: Tensor, wanted: Tensor) -> float:
     """|found - wanted| / |wanted| in the 2-norm."""
     return ((found - wanted).double().norm() / wanted.double().norm()).item()
+
+
+def _kept(weights: DenoiserWeights) -> int:
+    """Bytes of the weights as they stay resident."""
+    own = [*weights.video_in, *weights.audio_in, *weights.heads, weights.final_norm, weights.inv_freq]
+    return sum(part.nbytes for part in (*own, *(part for block in weights.blocks for part in vars(block).values())))
 
 
 def _text_rows(plan: Plan, seed: int) -> Tensor:

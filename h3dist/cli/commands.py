@@ -4,6 +4,7 @@ from typing import Annotated
 
 import typer
 
+from h3dist.cli.bench import bench
 from h3dist.cli.doctor import doctor
 from h3dist.cli.extend import extend
 from h3dist.cli.matrix import matrix
@@ -178,6 +179,7 @@ def tasks(
 
 app.command()(extend)
 app.command()(plan)
+app.command()(bench)
 app.command()(matrix)
 app.command()(doctor)
 app.command()(report)

@@ -116,8 +116,13 @@ class Rates:
 
 
 @cache
-def load_rates(path: Path = TABLE) -> Rates:
-    """The table in a file, by default the shipped one."""
+def load_rates() -> Rates:
+    """The shipped table."""
+    return read_rates(TABLE)
+
+
+def read_rates(path: Path) -> Rates:
+    """The table in a file."""
     table = json.loads(path.read_text(encoding="utf-8"))
     return Rates(table["classes"], table["rows"])
 

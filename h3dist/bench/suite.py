@@ -1,0 +1,267 @@
+"""All parts at all shapes, one after the other, into one record that says what it is of.
+
+A part that fails is recorded with its error, its memory given back, and the rest goes on. Parts that every rank must
+join (steps, exchange) fail on all of them, by the ties between ranks.
+"""
+
+from __future__ import annotations
+
+import gc
+import platform
+import subprocess
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from h3dist import __version__
+from h3dist.attention.registry import BACKENDS
+from h3dist.bench import parts, rival
+from h3dist.bench.spec import Spec
+from h3dist.bench.steps import TEXT_TAG, Measured, random_run, run_steps
+from h3dist.bench.timing import Clock, Timing
+from h3dist.comm import Comm
+from h3dist.errors import RankError
+from h3dist.packing import pack_t2va
+from h3dist.plan import Layout, Plan
+from h3dist.topology import read_topology, visible_devices
+
+FORM, VERSION = "h3dist-bench", 1
+LEFT_OUT = "left out: the time was up"
+
+
+@dataclass
+class Suite:
+    """One rank's way through a spec. `keep` is called with the record whenever more of it is there; rank 0's counts."""
+
+    spec: Spec
+    layout: Layout
+    comm: Comm
+    device: torch.device
+    keep: Callable[[Mapping[str, Any]], None] = lambda record: None
+    begun: float = field(default_factory=time.monotonic)
+
+    def run(self) -> dict[str, Any]:
+        """Every shape, our parts first, then diffusers' model at all of them."""
+        record = {
+            "form": FORM,
+            "version": VERSION,
+            "spec": asdict(self.spec),
+            "layout": asdict(self.layout),
+            "dtype": self.dtype,
+            "environment": environment(self.device) | {"links": self._links()},
+            "shapes": [],
+        }
+        for shape in self.spec.shapes:
+            record["shapes"].append(self._shape(shape))
+            self.keep(record)
+        if self.spec.diffusers and self.layout.world == 1:
+            self._rivals(record)
+        record["seconds"] = round(time.monotonic() - self.begun, 1)
+        self.keep(record)
+        return record
+
+    @property
+    def dtype(self) -> str:
+        """The compute dtype: as asked, else bfloat16 on CUDA and float32 on a CPU."""
+        if self.spec.dtype != "auto":
+            return self.spec.dtype
+        return "bfloat16" if self.device.type == "cuda" else "float32"
+
+    def _links(self) -> list[str]:
+        """The kinds of links between this machine's visible GPUs, where several ranks use them."""
+        if self.device.type != "cuda" or self.layout.world == 1:
+            return []
+        shown = {gpu.index for gpu in visible_devices()[: self.layout.world]}
+        return sorted({link.kind for link in read_topology().links if {link.a, link.b} <= shown})
+
+    def _plan(self, shape: str) -> Plan:
+        capability = torch.cuda.get_device_capability(self.device) if self.device.type == "cuda" else None
+        steps = self.spec.repeats + 1
+        return self.spec.plan(shape, self.layout, dtype=self.dtype, capability=capability, steps=steps)
+
+    def _shape(self, shape: str) -> dict[str, Any]:
+        plan = self._plan(shape)
+        entry = {
+            "shape": shape,
+            "rows": plan.rows,
+            "blocks": plan.dims.layers,
+            "fp4": plan.fp4,
+            "attention": plan.attention,
+        }
+        entry |= {"parts": {}, "failed": {}, "seconds_in": round(time.monotonic() - self.begun, 1)}
+        self._measure(plan, entry)
+        self._free()
+        entry["ratios"] = ratios(entry)
+        return entry
+
+    def _measure(self, plan: Plan, entry: dict[str, Any]) -> None:
+        """Our parts, on weights that are gone on return."""
+        share, clock = plan.shares[self.comm.rank], Clock(self.device, self.spec.repeats)
+        held: list[parts.Bench] = []
+
+        def make() -> dict[str, Any]:
+            begun = time.monotonic()
+            denoiser = random_run(plan, self.comm, self.device, seed=self.spec.seed)
+            held.append(parts.Bench(plan, share, denoiser, clock))
+            return {"seconds": time.monotonic() - begun}
+
+        self._do(entry, "weights", make)
+        for bench in held:
+            for name, work in self._parts(bench).items():
+                self._do(entry, name, work)
+            self._do(entry, "step", lambda bench=bench: self._step(bench))
+
+    def _parts(self, bench: parts.Bench) -> dict[str, Callable[[], Any]]:
+        """What can be taken apart here, in the order of a step."""
+        found: dict[str, Callable[[], Any]] = {"products": lambda: parts.products(bench)}
+        if bench.plan.fp4:
+            found["products_fp4"] = lambda: parts.fp4_products(bench)
+        for name, backend in BACKENDS.items():
+            if backend.refuses(self.device, bench.dtype) is None:
+                found[f"attention.{name}"] = lambda name=name: parts.attention(bench, name)
+        if self.device.type == "cuda":
+            found["attention.flash4"] = lambda: parts.flash4(bench)
+            found["host"] = lambda: parts.host(bench)
+        found |= {
+            "dequantise": lambda: parts.dequantise(bench),
+            "elementwise": lambda: parts.elementwise(bench),
+            "copy": lambda: parts.copy(bench),
+        }
+        if self.layout.world > 1:
+            found["exchange"] = lambda: parts.exchange(bench)
+        return found
+
+    def _step(self, bench: parts.Bench) -> dict[str, Any]:
+        measured: Measured = run_steps(bench.denoiser, bench.plan, self.comm, seed=self.spec.seed)
+        timing = Timing(measured.seconds[1:])
+        return timing.as_dict(first=measured.seconds[0], resident_bytes=measured.resident, peak_bytes=measured.peak) | {
+            "sha256": measured.sha256,
+            "sent": measured.sent,
+        }
+
+    def _rivals(self, record: dict[str, Any]) -> None:
+        """diffusers' model, made once, at every shape."""
+        small, dtype = self.spec.size == "small", getattr(torch, self.dtype)
+        held: dict[str, Any] = {}
+
+        def make() -> dict[str, Any]:
+            begun = time.monotonic()
+            held["model"] = rival.build(self.spec.dims, self.device, dtype, small=small)
+            size = sum(p.nbytes for p in held["model"].parameters())
+            return {"made_in": round(time.monotonic() - begun, 1), "parameter_bytes": size}
+
+        record |= {"parts": {}, "failed": {}}
+        self._do(record, "diffusers", make)
+        for entry in record["shapes"] if held else ():
+            plan = self._plan(entry["shape"])
+
+            def once(plan: Plan = plan) -> dict[str, Any]:
+                packing = pack_t2va(plan.geometry, (TEXT_TAG,) * plan.text_rows)
+                call = rival.step(held["model"], plan.dims, packing, self.device)
+                timing = Clock(self.device, self.spec.repeats).time(call, warm=1)
+                return timing.as_dict() | {"attention": rival.ATTENTION[self.device.type]}
+
+            self._do(entry, "diffusers", once)
+            entry["ratios"] = ratios(entry)
+            self.keep(record)
+        held.clear()
+        self._free()
+
+    def _do(self, entry: dict[str, Any], name: str, work: Callable[[], Any]) -> None:
+        """One part, or why there is none."""
+        if self.layout.world == 1 and time.monotonic() - self.begun > self.spec.limit:
+            entry["failed"][name] = LEFT_OUT
+            return
+        try:
+            entry["parts"][name] = work()
+        except RankError:
+            raise
+        except Exception as error:  # whatever it is, the other parts are worth having
+            entry["failed"][name] = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+        self._free()
+
+    def _free(self) -> None:
+        gc.collect()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+def ratios(entry: Mapping[str, Any]) -> dict[str, Any]:
+    """A step against its floor (products and the fastest exact attention, alone, in every block) and diffusers'."""
+    found, blocks = entry["parts"], entry["blocks"]
+    exact = {
+        name.removeprefix("attention."): part["seconds"]
+        for name, part in found.items()
+        if name.startswith("attention.") and part["exact"]
+    }
+    products = found.get("products_fp4", found.get("products"))
+    made: dict[str, Any] = {}
+    if exact and products:
+        best = min(exact, key=lambda name: exact[name])
+        floor = blocks * (products["all"]["seconds"] + exact[best])
+        made |= {"floor_seconds": floor, "floor_attention": best}
+        if "step" in found:
+            made["step_to_floor"] = found["step"]["seconds"] / floor
+    if "step" in found and "diffusers" in found:
+        made["diffusers_to_step"] = found["diffusers"]["seconds"] / found["step"]["seconds"]
+    if "step" in found and exact and products:
+        made["step_unexplained_seconds"] = found["step"]["seconds"] - blocks * _explained(entry)
+    return made
+
+
+def _explained(entry: Mapping[str, Any]) -> float:
+    """Seconds of a block that parts measured alone account for, at the step's own attention."""
+    found = entry["parts"]
+    fp4 = "products_fp4" in found
+    names = ["elementwise"] if fp4 else ["elementwise", "dequantise"]
+    attention = found.get(f"attention.{entry['attention']}", {"seconds": 0.0})["seconds"]
+    exchange = found.get("exchange", {})
+    talk = sum(part["seconds"] * {"rows.gather": 2, "rows.reduce": 2}.get(label, 1) for label, part in exchange.items())
+    products = found["products_fp4" if fp4 else "products"]["all"]["seconds"]
+    return products + attention + talk + sum(found[name]["seconds"] for name in names if name in found)
+
+
+def environment(device: torch.device) -> dict[str, Any]:
+    """What the figures are of: device, versions, commit, time."""
+    cuda = device.type == "cuda"
+    return {
+        "made": f"{datetime.now(UTC):%Y-%m-%dT%H:%MZ}",
+        "device": torch.cuda.get_device_name(device) if cuda else "CPU",
+        "capability": list(torch.cuda.get_device_capability(device)) if cuda else None,
+        "memory_bytes": torch.cuda.get_device_properties(device).total_memory if cuda else None,
+        "h3dist": __version__,
+        "commit": _commit(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "cudnn": torch.backends.cudnn.version() if cuda else None,
+        "packages": {name: _version(name) for name in ("diffusers", "comfy-kitchen", "flash-attn-4")},
+        "machine": platform.machine(),
+        "threads": torch.get_num_threads(),
+    }
+
+
+def _version(name: str) -> str | None:
+    from importlib import metadata
+
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _commit() -> str | None:
+    """Of the checkout that this runs from; None for an installed package or without git."""
+    here = Path(__file__).parent
+    try:
+        done = subprocess.run(
+            ["git", "-C", str(here), "rev-parse", "HEAD"], capture_output=True, text=True, timeout=10, check=True
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip()
