@@ -81,10 +81,7 @@ def test_visible_mig_slices(setting, shown):
 
 
 def test_no_driver_is_no_device_and_no_torch():
-    code = (
-        "import sys, h3dist.topology as t; "
-        "t.devices(); t.read_ranks({}); t.cores(); print('torch' in sys.modules)"
-    )
+    code = "import sys, h3dist.topology as t; t.devices(); t.read_ranks({}); t.cores(); print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "False\n"
 
@@ -158,9 +155,7 @@ def test_threads_per_rank():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(
-    "setting", [None, "", "0", "-1", "0,0", "0,99", "99", "{uuid}", "{uuid:.12}", "none"]
-)
+@pytest.mark.parametrize("setting", [None, "", "0", "-1", "0,0", "0,99", "99", "{uuid}", "{uuid:.12}", "none"])
 def test_cuda_shows_the_devices_that_we_expect(setting):
     """What a fresh process with that CUDA_VISIBLE_DEVICES sees, by NVML and by torch."""
     code = (
@@ -171,8 +166,6 @@ def test_cuda_shows_the_devices_that_we_expect(setting):
     environ = {key: value for key, value in os.environ.items() if key != "CUDA_VISIBLE_DEVICES"}
     if setting is not None:
         environ["CUDA_VISIBLE_DEVICES"] = setting.format(uuid=devices()[0].uuid)
-    said = subprocess.run(
-        [sys.executable, "-c", code], env=environ, capture_output=True, text=True, check=True
-    ).stdout
+    said = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True, check=True).stdout
     ours, cuda = said.strip().removesuffix("]").split("] [")
     assert ours.removeprefix("[") == cuda
