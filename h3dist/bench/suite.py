@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import platform
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
@@ -174,6 +175,8 @@ class Suite:
 
     def _do(self, entry: dict[str, Any], name: str, work: Callable[[], Any]) -> None:
         """One part, or why there is none."""
+        if self.comm.rank == 0:
+            print(f"h3dist: {time.monotonic() - self.begun:.0f} s: {name}", file=sys.stderr, flush=True)
         if self.layout.world == 1 and time.monotonic() - self.begun > self.spec.limit:
             entry["failed"][name] = LEFT_OUT
             return

@@ -2,12 +2,15 @@
 
 from collections.abc import Iterator, Sequence
 from itertools import combinations
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from h3dist.plan.choose import MARGIN, Choice, Option
 from h3dist.plan.cost import TALK, Cost
-from h3dist.plan.fit import GIB
+from h3dist.plan.table import size
 from h3dist.topology import Link
+
+if TYPE_CHECKING:
+    from h3dist.plan.plan import Plan
 
 SHOWN = 0.005  # of a step; smaller terms are left out of sentences
 ENCODER, VAES = "text_encoder", ("video_vae", "audio_vae")
@@ -75,10 +78,10 @@ def _layout(choice: Choice) -> str:
     if not choice.machine.known:
         return f"{layout}: no memory is known, and tp 1 sends least"
     if layout.tp == 1:
-        return f"{layout}: tp 1 fits with {_peak(plan)} GiB at most, and a larger tp, which holds less, sends more"
+        return f"{layout}: tp 1 fits with {_peak(plan)} at most, and a larger tp, which holds less, sends more"
     smaller = [option for option in choice.rivals if option.layout.tp < layout.tp]
     lacking = min((option.lacking or 0 for option in smaller), default=0)
-    return f"{layout}: the smallest tp that fits; the next smaller lacks {lacking / GIB:.1f} GiB"
+    return f"{layout}: the smallest tp that fits; the next smaller lacks {size(lacking)}"
 
 
 def count_words(choice: Choice) -> Iterator[str]:
@@ -155,13 +158,13 @@ def _lost(choice: Choice, option: Option) -> str:
     """An option that was not taken, and by how much it lost."""
     taken = choice.taken
     if option.lacking:
-        return f"{option.layout} lost: it lacks {option.lacking / GIB:.1f} GiB"
+        return f"{option.layout} lost: it lacks {size(option.lacking)}"
     if option.cost is None or taken.cost is None:
-        return f"{option.layout} lost: {_peak(option.plan)} GiB at most against {_peak(taken.plan)}"
+        return f"{option.layout} lost: {_peak(option.plan)} at most against {_peak(taken.plan)}"
     verdict = "is predicted faster" if option.seconds < taken.seconds * (1 - SHOWN) else "lost"
     return (
         f"{option.layout} {verdict}: {duration(option.seconds)} a step, {_against(option.seconds, taken.seconds)}, "
-        f"{_peak(option.plan)} GiB at most"
+        f"{_peak(option.plan)} at most"
     )
 
 
@@ -192,18 +195,18 @@ def _placement(choice: Choice) -> str:
 
 def _residence(choice: Choice) -> str:
     plan = choice.taken.plan
-    weights = max(share.weight_bytes for share in plan.shares) / GIB
-    parts = [f"every rank keeps {weights:.1f} GiB of the denoiser, quantised, until the end"]
+    weights = max(share.weight_bytes for share in plan.shares)
+    parts = [f"every rank keeps {size(weights)} of the denoiser, quantised, until the end"]
     if plan.stored.text_encoder:
-        parts.append(f"rank 0 the text encoder's {plan.stored.text_encoder / GIB:.1f} GiB until the text is encoded")
+        parts.append(f"rank 0 the text encoder's {size(plan.stored.text_encoder)} until the text is encoded")
     vaes = plan.stored.video_vae + plan.stored.audio_vae
     if vaes:
-        parts.append(f"the VAEs' {vaes / GIB:.1f} GiB while it decodes")
+        parts.append(f"rank 0 the VAEs' {size(vaes)} while it decodes")
     return ", ".join(parts)
 
 
-def _peak(plan: Any) -> str:
-    return f"{max(plan.peaks) / GIB:.1f}"
+def _peak(plan: "Plan") -> str:
+    return size(max(plan.peaks))
 
 
 def _gpus(count: int) -> str:
