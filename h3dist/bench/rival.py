@@ -32,8 +32,17 @@ def build(dims: DenoiserDims, device: torch.device, dtype: torch.dtype, *, small
         torch.set_default_dtype(before)
     for name in model._keep_in_fp32_modules:
         getattr(model, name).float()
-    model.set_attention_backend(ATTENTION[device.type])
     return model.eval().requires_grad_(False)
+
+
+def choose_attention(model: Any, device: torch.device) -> str:
+    """Have the model use its fastest attention on the device, or leave it what it has; gives the name."""
+    wanted = ATTENTION[device.type]
+    try:
+        model.set_attention_backend(wanted)
+    except (RuntimeError, ValueError, ImportError):
+        return "diffusers' default"
+    return wanted
 
 
 def step(model: Any, dims: DenoiserDims, packing: Packing, device: torch.device) -> Callable[[], Any]:

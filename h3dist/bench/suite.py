@@ -153,6 +153,7 @@ class Suite:
         def make() -> dict[str, Any]:
             begun = time.monotonic()
             held["model"] = rival.build(self.spec.dims, self.device, dtype, small=small)
+            held["attention"] = rival.choose_attention(held["model"], self.device)
             size = sum(p.nbytes for p in held["model"].parameters())
             return {"made_in": round(time.monotonic() - begun, 1), "parameter_bytes": size}
 
@@ -165,7 +166,7 @@ class Suite:
                 packing = pack_t2va(plan.geometry, (TEXT_TAG,) * plan.text_rows)
                 call = rival.step(held["model"], plan.dims, packing, self.device)
                 timing = Clock(self.device, self.spec.repeats).time(call, warm=1)
-                return timing.as_dict() | {"attention": rival.ATTENTION[self.device.type]}
+                return timing.as_dict() | {"attention": held["attention"]}
 
             self._do(entry, "diffusers", once)
             entry["ratios"] = ratios(entry)
