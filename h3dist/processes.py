@@ -132,7 +132,7 @@ def _cause(culprit: Status, log: Path) -> Cause:
     """The culprit's own error, or what is known of a rank that vanished."""
     if culprit.cause:
         return culprit.cause
-    found = re.search(rf"exitcode: -(\d+)\).*\(pid: {culprit.pid}\)", _text(log))
+    found = re.search(rf"exitcode *: -(\d+)\b.*\(pid: {culprit.pid}\)", _text(log))
     how = f"was killed by {signal.Signals(int(found[1])).name}" if found else "ended without a word"
     message = f"process {culprit.pid} {how}"
     return Cause("RankError", message, RankError.exit_code, culprit.rank, culprit.stage)

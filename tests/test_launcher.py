@@ -19,8 +19,8 @@ from h3dist.errors import NumericsError, OutputError, PlanError, RankError, Requ
 from h3dist.job import make_job, read_job, write_job
 from h3dist.launcher import check_devices, report
 from h3dist.outputs import Outputs
-from h3dist.processes import Outcome, first_culprit, launch_ranks
-from h3dist.status import Cause, StatusFile, birth, load_rank
+from h3dist.processes import Outcome, _cause, first_culprit, launch_ranks
+from h3dist.status import Cause, Status, StatusFile, birth, load_rank
 from h3dist.torchrun import torchrun
 
 TESTS = Path(__file__).parent
@@ -250,6 +250,21 @@ def test_a_vanished_rank_comes_before_what_its_peers_say_of_it(tmp_path):
     write_status(tmp_path, 2, RankError("rank 1 does not answer"))
     vanish(tmp_path, 1)
     assert first_culprit(tmp_path, 3).rank == 1
+
+
+def test_every_killed_rank_finds_its_signal_in_torchruns_log(tmp_path):
+    """The first failure stands there in one form, the others in another."""
+    log = tmp_path / "log"
+    log.write_text(
+        "api.py:1002] failed (exitcode: -11) local_rank: 0 (pid: 17715) of binary: python\n"
+        "Failures:\n  exitcode  : -9 (pid: 17716)  (SIGKILL)\n  exitcode  : 1 (pid: 17717)\n"
+    )
+    told = [_cause(Status(rank, 17715 + rank, 0), log).message for rank in range(3)]
+    assert told == [
+        "process 17715 was killed by SIGSEGV",
+        "process 17716 was killed by SIGKILL",
+        "process 17717 ended without a word",
+    ]
 
 
 def test_the_ranks_own_word_comes_before_its_peers(tmp_path):
