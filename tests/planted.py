@@ -1,4 +1,4 @@
-"""Cells of a matrix whose ranks do not measure: they crash, hang, run out of memory, or make their figures up.
+"""Cells of a matrix whose ranks do not measure: they crash, hang, or make their figures up.
 
     python -m planted PART TOLD     # a rank under torchrun; TOLD is the file that a cell's ranks are told by
 
@@ -14,7 +14,6 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from h3dist import workers
-from h3dist.errors import PlanError
 from h3dist.status import DONE, Status
 from h3dist.topology import read_ranks
 
@@ -89,10 +88,6 @@ def play(part):
         os.kill(os.getpid(), signal.SIGSEGV)
     elif part == "hang":
         ctypes.PyDLL(None).sleep(600)  # holds the interpreter's lock: no thread of this process answers a signal
-    elif part == "memory":
-        raise MemoryError("CUDA out of memory. Tried to allocate 20.00 GiB")
-    elif part == "refuse":
-        raise PlanError("it does not fit")
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from tests.planted import TESTS
 ROOT = TESTS.parent
 SCHEMA = json.loads((ROOT / "h3dist/matrix/schema.json").read_text())
 CPU = ["runtime.device=cpu", "runtime.threads=1"]
+pytestmark = pytest.mark.limit(300)  # 20 s where two cores are free
 PLANTED = """
 import sys
 from planted import run_planted
@@ -42,13 +43,13 @@ def runs(tmp_path_factory):
     """Two matrices at once: random weights with planted cells, and clips from tiny checkpoints."""
     home, clips = tmp_path_factory.mktemp("random"), tmp_path_factory.mktemp("clips")
     axes = ["matrix=smoke", *CPU, "layouts=[ulysses,tensor]", "worlds=[1,2,3]", "shapes=[64x64x5]", "request.steps=3"]
-    parts = {"tensor 2": ("crash", 60), "ulysses 3": ("hang", 5), "tensor 3": ("memory", 60)}
+    parts = {"tensor 2": ("crash", 200), "ulysses 3": ("hang", 4), "tensor 3": ("lost", 60)}
     paths = write_tiny(clips / "tiny")
     words = paths["overrides"].read_text().replace("@", str(clips / "tiny")).split("\n")
     words = [word for word in words if word and not word.startswith(("runtime.", "parallel"))]
     small = ["matrix=clip", "layouts=[single]", "worlds=[1]", "shapes=[64x64x5]", "request.steps=2", "results=c.json"]
     processes = [begin(home, PLANTED.format(overrides=axes, parts=parts)), begin(clips, [*words, *small, *CPU])]
-    told = [process.communicate(timeout=110) for process in processes]
+    told = [process.communicate(timeout=280) for process in processes]
     return home, clips, [process.returncode for process in processes], told
 
 
@@ -72,7 +73,7 @@ def test_it_ends_by_itself_with_every_cell_told(runs, planted):
         "ulysses 2": "done",
         "tensor 2": "failed",
         "ulysses 3": "timeout",
-        "tensor 3": "oom",
+        "tensor 3": "failed",
     }
     assert planted["finished"]
     jsonschema.validate(planted, SCHEMA)
@@ -81,10 +82,10 @@ def test_it_ends_by_itself_with_every_cell_told(runs, planted):
 def test_failures_are_told_with_their_cause(planted):
     cells = by_name(planted)
     assert "was killed by SIGSEGV" in cells["tensor 2"]["cause"]["message"]
-    assert cells["ulysses 3"]["cause"]["message"].startswith("still running after 5 s: rank 0 in ")
-    assert "20.00 GiB" in cells["tensor 3"]["cause"]["message"]
+    assert cells["ulysses 3"]["cause"]["message"].startswith("still running after 4 s: rank 0 in ")
+    assert cells["tensor 3"]["cause"]["message"].startswith("torchrun ended with code 1 and left ranks undone")
     assert cells["tensor 1"]["reason"] == "sp 1 x tp 1 is the layout of ulysses 1"
-    assert all(Path(cells[name]["logs"]).is_dir() for name in ("tensor 2", "ulysses 3", "tensor 3"))
+    assert all(Path(cells[name]["logs"]).is_dir() for name in ("tensor 2", "ulysses 3"))
 
 
 def test_no_rank_is_left(runs):

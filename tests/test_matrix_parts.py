@@ -19,10 +19,12 @@ from h3dist.matrix import environment, results, scaling
 from h3dist.matrix.cells import Cell
 from h3dist.matrix.config import Shape, compose_matrix
 from h3dist.matrix.prepare import prepare
-from h3dist.matrix.records import waiting
+from h3dist.matrix.records import ended, waiting
 from h3dist.matrix.run import run_matrix
 from h3dist.matrix.table import line, table
 from h3dist.matrix.transport import transport
+from h3dist.processes import Outcome
+from h3dist.status import Cause
 from h3dist.topology import Device, Link, Topology
 from tests.planted import TESTS, run_planted
 
@@ -356,6 +358,25 @@ def test_a_cell_is_known_by_all_that_its_figures_depend_on():
     ]  # fmt: skip
     assert len({cell.key, *(other.key for other in others)}) == 7
     assert cell.key == replace(cell, settings=dict(cell.settings)).key
+
+
+@pytest.mark.parametrize(
+    ("kind", "message", "state"),
+    [
+        ("OutOfMemoryError", "CUDA out of memory. Tried to allocate 20.00 GiB.", "oom"),
+        ("RuntimeError", "[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried 1 byte", "oom"),
+        ("MemoryError", "", "oom"),
+        ("PlanError", "2 ranks on this machine, 1 GPUs visible", "skipped"),
+        ("ConfigError", "attention=sdpa_cudnn: not here", "skipped"),
+        ("RankError", "process 7 was killed by SIGKILL", "failed"),
+        ("NumericsError", "the latents hold NaN or infinity", "failed"),
+    ],
+)
+def test_how_a_cell_ended(kind, message, state):
+    told = ended(Outcome(1, Cause(kind, message, 1, 0, "load")), "/logs")
+    assert told["state"] == state
+    assert told["reason"] == (message if state == "skipped" else None)
+    assert ended(Outcome(7, Cause(kind, message, 7), overdue=True), "/logs")["state"] == "timeout"
 
 
 def test_the_transport_is_what_nccl_tells(tmp_path):

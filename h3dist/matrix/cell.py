@@ -18,8 +18,11 @@ from h3dist.status import StatusFile
 from h3dist.topology import Ranks, read_ranks, threads_per_rank
 
 if TYPE_CHECKING:
+    import torch
+
     from h3dist.bench.steps import Measured
     from h3dist.comm import Comm
+    from h3dist.plan import Plan
 
 
 def main() -> None:
@@ -33,29 +36,42 @@ def work(told: Mapping[str, Any], ranks: Ranks) -> None:
     begun = time.perf_counter()
     import torch
 
-    from h3dist.bench.steps import measure_steps
     from h3dist.comm import Comm
     from h3dist.site import pick_device
 
-    runtime = RuntimeConfig(**told["runtime"])
+    runtime, status = RuntimeConfig(**told["runtime"]), StatusFile.of(told["status_dir"], ranks.rank)
     torch.set_num_threads(threads_per_rank(runtime.threads, ranks.local_world))
-    plan, status = plan_of(Spec(**told["spec"])), StatusFile.of(told["status_dir"], ranks.rank)
-    device = pick_device(Config(runtime=runtime), ranks)
+    plan, device = plan_of(Spec(**told["spec"])), pick_device(Config(runtime=runtime), ranks)
     limits = {"timeout": runtime.timeout, "stage_timeout": runtime.stage_timeout}
     status.enter("start")
     with Comm.connect(ranks, plan.layout, device, backend=runtime.backend, **limits) as comm:
         comm.same("the plan", plan.digest)
-        connected = time.perf_counter()
-        status.enter("measure")
-        measured = measure_steps(plan, comm, device, seed=told["spec"]["seed"])
-        denoise = sum(measured.seconds)
-        load = time.perf_counter() - connected - denoise
-        stages = {"start": connected - begun, "load": load, "denoise": denoise}
+        stages = {"start": time.perf_counter() - begun}
+        measured = measure(plan, comm, stages, status, told["spec"]["seed"])
         with comm.stage("report"):
-            leave(told, plan.digest, measured, comm, report(measured, stages, device), ranks)
+            reports = comm.collect("reports", json.dumps(report(measured, stages, device)))
+            if ranks.rank == 0:
+                leave(told, plan, measured, reports)
 
 
-def report(measured: "Measured", stages: Mapping[str, float], device: Any) -> dict[str, Any]:
+def measure(plan: "Plan", comm: "Comm", stages: dict[str, float], status: StatusFile, seed: int) -> "Measured":
+    """Load and run the plan's evaluations; `stages` gets the seconds of both. No rank steps before all have loaded."""
+    from h3dist.bench.steps import random_run, run_steps
+
+    begun = time.perf_counter()
+    status.enter("load")
+    with comm.stage("load"):
+        denoiser = random_run(plan, comm, comm.device, seed=seed)
+    stages["load"] = time.perf_counter() - begun
+    status.enter("denoise")
+    measured = run_steps(denoiser, plan, comm, seed=seed)
+    stages["denoise"] = sum(measured.seconds)
+    if not measured.latents.isfinite().all():
+        raise NumericsError("the latents hold NaN or infinity")
+    return measured
+
+
+def report(measured: "Measured", stages: Mapping[str, float], device: "torch.device") -> dict[str, Any]:
     """One rank's figures: seconds, and bytes of memory and sent."""
     import resource
 
@@ -72,19 +88,13 @@ def report(measured: "Measured", stages: Mapping[str, float], device: Any) -> di
     }
 
 
-def leave(
-    told: Mapping[str, Any], digest: str, measured: "Measured", comm: "Comm", own: Mapping[str, Any], ranks: Ranks
-) -> None:
-    """Rank 0 writes all ranks' reports and the latents. Raises `NumericsError` for latents that are none."""
+def leave(told: Mapping[str, Any], plan: "Plan", measured: "Measured", reports: list[str]) -> None:
+    """Write all ranks' reports and the latents, which are the same on every rank."""
     from safetensors.torch import save_file
 
-    if not measured.latents.isfinite().all():
-        raise NumericsError("the latents hold NaN or infinity")
-    reports = [json.loads(text) for text in comm.collect("reports", json.dumps(own))]
-    if ranks.rank == 0:
-        save_file({"latents": measured.latents}, told["latents"])
-        result = {"plan_digest": digest, "ranks": reports}
-        Path(told["result"]).write_text(json.dumps(result, allow_nan=False), encoding="ascii")
+    save_file({"latents": measured.latents}, told["latents"])
+    result = {"plan_digest": plan.digest, "ranks": [json.loads(text) for text in reports]}
+    Path(told["result"]).write_text(json.dumps(result, allow_nan=False), encoding="ascii")
 
 
 if __name__ == "__main__":

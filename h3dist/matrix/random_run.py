@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from h3dist.bench.spec import SMALL
 from h3dist.checkpoint.denoiser_names import DenoiserDims
 from h3dist.config import Config
 from h3dist.matrix.cells import Cell, Planned
@@ -19,8 +20,6 @@ from h3dist.planner import Decision
 from h3dist.preflight import HOST_RESERVE, compute_dtype
 from h3dist.request import parse_request, resolve
 from h3dist.torchrun import torchrun
-
-SMALL = {"hidden": 208, "heads": 14, "head_dim": 32, "ffn": 1168, "layers": 3, "rope_freqs": 4}
 
 
 @dataclass(frozen=True)

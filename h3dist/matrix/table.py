@@ -19,7 +19,7 @@ COLUMNS = (
     "step s",
     "speed-up",
     "efficiency",
-    "error",
+    "latents",
 )
 STYLES = {"done": "green", "running": "cyan", "skipped": "dim", "pending": "dim"}
 
