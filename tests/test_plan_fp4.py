@@ -28,6 +28,10 @@ def counts(path, capability=BLACKWELL, dtype="bfloat16") -> tuple[int, int]:
     return fp4_linears(dfile.dims, dfile, capability, dtype)
 
 
+def is_linear(part) -> bool:
+    return part is dense_linear or isinstance(part, Fp4Linear)
+
+
 def prefixed(tensors: dict, layer: str) -> str:
     """The layer's name as it stands in the file."""
     return min((name for name in tensors if name.endswith(f"{layer}.weight")), key=len).removesuffix(".weight")
@@ -76,11 +80,11 @@ def test_the_bytes_of_agreements_are_counted_by_linear():
 )
 def test_the_run_computes_as_the_plan_says(monkeypatch, dtype, fp4, amax, kind):
     seen = []
-    monkeypatch.setattr(pipeline, "Denoiser", lambda *parts: seen.append(parts[-1]))
+    monkeypatch.setattr(pipeline, "Denoiser", lambda *parts: seen.extend(filter(is_linear, parts)))
     monkeypatch.setattr(pipeline, "lowest_capability", lambda device: BLACKWELL)
     plan = SimpleNamespace(attention="sdpa", shares=(None,), fp4=fp4, amax=amax)
     prepared = SimpleNamespace(
-        started=SimpleNamespace(plan=plan), weights=SimpleNamespace(dtype=dtype), modulation=None, rows_LC=None
+        started=SimpleNamespace(plan=plan), weights=SimpleNamespace(dtype=dtype), modulation=None, rows_LC=None, kept={}
     )
     site = SimpleNamespace(
         comm=SimpleNamespace(exchange=lambda plan: "exchange"),
