@@ -261,6 +261,7 @@ def test_scaling_is_the_default_and_its_runs_take_the_rest():
         ("output.path=x.mp4", "use results="),
         ("sampler=official", "denoise_only=false does"),
         ("model.denoiser=x", "denoise_only=false does"),
+        ("request.first_frame=x.png", "denoise_only=false does"),
     ],
 )
 def test_what_no_cell_would_read_is_refused(word, told):

@@ -19,6 +19,7 @@ from h3dist.request import gather_request
 from h3dist.torchrun import torchrun
 
 PROMPT = 'A quiet medium shot of a woman by a rain-streaked window. She says, "We should leave before dawn."'
+TOLD = ("prompt", "steps", "seed", "width", "height", "frames", "duration")  # of a request, elsewhere in a record
 
 
 def clip_settings(config: MatrixConfig, device: str) -> dict[str, Any]:
@@ -30,7 +31,8 @@ def clip_settings(config: MatrixConfig, device: str) -> dict[str, Any]:
         "sampler": asdict(config.sampler),
         "steps": fields["steps"],
         "seed": fields["seed"],
-        "prompt_sha256": hashlib.sha256(fields["prompt"].encode()).hexdigest(),
+        "prompt_sha256": hashlib.sha256(str(fields["prompt"]).encode()).hexdigest(),
+        "request": {name: value for name, value in fields.items() if name not in TOLD},
         "dtype": compute_dtype(config, device),
         "device": device,
     }

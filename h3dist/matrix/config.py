@@ -4,7 +4,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from h3dist.config import Config, compose, config_keys, parse_override, to_config
+from h3dist.config import Config, RequestConfig, compose, config_keys, parse_override, to_config
 from h3dist.errors import ConfigError, nearest
 from h3dist.plan import MODES
 
@@ -20,7 +20,8 @@ BY_CELLS = {  # what the cells decide, and the key that says it for all of them
     "request.frames": "shapes=[...]",
     "request.duration": "shapes=[...]",
 }
-OF_CLIPS = ("model", "sampler", "request.prompt", "request.prompt_file", "request.file", "request.mux_audio")
+OF_BOTH = ("request.steps", "request.seed")
+OF_CLIPS = ("model", "sampler", *(f"request.{name}" for name in config_keys(RequestConfig)))
 OF_RANDOM_WEIGHTS = ("size", "text_rows")
 
 
@@ -117,7 +118,7 @@ def _check_words(config: MatrixConfig, overrides: Sequence[str]) -> None:
         for name, instead in BY_CELLS.items():
             if key == name or key.startswith(name + "."):
                 raise ConfigError(f"{word}: the cells of a matrix decide that; use {instead}")
-        if any(key == name or key.startswith(name + ".") for name in unread):
+        if key not in OF_BOTH and any(key == name or key.startswith(name + ".") for name in unread):
             other = str(not config.denoise_only).lower()
             raise ConfigError(
                 f"{word}: not read with denoise_only={str(config.denoise_only).lower()}; denoise_only={other} does"
