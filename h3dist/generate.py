@@ -47,7 +47,8 @@ def work(composed: DictConfig, job: dict[str, Any] | None, ranks: Ranks, parts: 
     if job is None and ranks.rank == 0:
         job = make_job(config, gather_request(vars(config.request)), {})
         parts.extend(job["output"]["parts"].values())
-        print(*(f"h3dist: {note}" for note in job["notes"]), sep="\n", file=sys.stderr)
+        for note in job["notes"]:
+            print(f"h3dist: {note}", file=sys.stderr)
     import torch
 
     from h3dist import pipeline
