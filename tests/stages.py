@@ -5,8 +5,8 @@ Imported by every rank, so it imports nothing that a rank of a run would not.
 
 import os
 import sys
-from collections.abc import Mapping
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -18,6 +18,7 @@ from torch import Tensor
 
 from h3dist import pipeline
 from h3dist.checkpoint.comfy import DenoiserFile, open_denoiser
+from h3dist.checkpoint.tiny import TEXT
 from h3dist.comm import Comm
 from h3dist.config import Config, compose
 from h3dist.job import make_job
@@ -92,10 +93,24 @@ def walk(seat: Any, run: Run, layout: Layout, twice: bool = False) -> Walked:
     )
 
 
-def one_core(rank: int) -> None:
-    """Keep this process to one core: the tiny matrices of these tests are slower on more."""
+def one_core(index: int) -> None:
+    """Keep this process to one core, the next index's the next: tiny matrices are slower on more, and on others'."""
     cores = sorted(os.sched_getaffinity(0))
-    os.sched_setaffinity(0, {cores[rank % len(cores)]})
+    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:])
+    os.sched_setaffinity(0, {cores[(index + worker) % len(cores)]})
+
+
+@contextmanager
+def on_one_core() -> Iterator[None]:
+    """The same for a while, with one thread."""
+    threads, cores = torch.get_num_threads(), os.sched_getaffinity(0)
+    torch.set_num_threads(1)
+    one_core(0)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, cores)
+        torch.set_num_threads(threads)
 
 
 def opened(config: Config) -> DenoiserFile:
@@ -128,10 +143,10 @@ class Break:
 
 
 def run_whole(seat: Any, run: Run, broken: Break) -> None:
-    """`pipeline.run` as a rank calls it, with something broken. A text encoder of zeros saves its import."""
+    """`pipeline.run` as a rank calls it, with something broken. A text encoder that says nothing saves its import."""
     one_core(seat.rank)
     ranks = Ranks(seat.rank, seat.rank, seat.world, seat.world)
-    changes = {"encode": nothing_said} | ({broken.name: broken} if seat.rank == broken.rank else {})
+    changes = {"TextEncoder": Mute} | ({broken.name: broken} if seat.rank == broken.rank else {})
     with ExitStack() as stack:
         for name, value in changes.items():
             stack.enter_context(mock.patch.object(pipeline, name, value))
@@ -139,7 +154,15 @@ def run_whole(seat: Any, run: Run, broken: Break) -> None:
         pipeline.run(run.config, run.job if seat.rank == 0 else None, ranks)
 
 
-def nothing_said(site: Site, started: pipeline.Started) -> tuple[Tensor, Tensor]:
-    """States and rows of a text that says nothing."""
-    plan = started.plan
-    return torch.zeros(plan.text_rows, plan.dims.text_dim), torch.zeros(plan.text_rows, plan.dims.hidden)
+class Mute:
+    """In the place of the text encoder of a tiny set: hidden states of zeros."""
+
+    @classmethod
+    def load(cls, *_: Any) -> "Mute":
+        return cls()
+
+    def encode(self, presentation: Any, *_: Any) -> tuple[Tensor, None]:
+        return torch.zeros(len(presentation.ids), TEXT.hidden), None
+
+    def release(self) -> None:
+        """It holds nothing."""

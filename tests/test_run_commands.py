@@ -11,8 +11,10 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from threading import Thread
 
 import pytest
 import torch
@@ -26,6 +28,7 @@ from h3dist.status import birth
 
 ROOT = Path(__file__).parents[1]
 NAME = "你" * 83  # with .mp4 253 of the 255 bytes that a name may take
+PROMPT = "  a=b, ${oops} ??? \"x\" 'y' $HOME\n<d>[English] Hi.</d> 雨 🌧\n"
 LIMIT = 10.0  # seconds from a death or signal to the end of the last process
 SET_UP = 'root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)\nvenv=$root/.venv\nset_up() { :; }\n'
 MODULES = """
@@ -38,6 +41,8 @@ def tell():
 
 atexit.register(tell)
 """
+
+pytestmark = pytest.mark.limit(300)
 
 
 class Command:
@@ -69,23 +74,43 @@ class Command:
 
     def ended(self) -> tuple[int, str, str]:
         """Its exit code, stdout and stderr."""
-        said = self.process.communicate(timeout=100)[0]
+        said = self.process.communicate(timeout=280)[0]
         return self.process.returncode, said, self.stderr.read_text()
-
-    def wait_for(self, text: str) -> None:
-        """Until its stderr holds `text`."""
-        while text not in self.stderr.read_text():
-            assert self.process.poll() is None, self.ended()
-            time.sleep(0.05)
 
     def pid(self, rank: int) -> int:
         (status,) = self.temporary.glob(f"h3dist-*/status/rank{rank}.json")
         return json.loads(status.read_text())["pid"]
 
-    def pids(self) -> dict[int, int]:
-        """Every rank that has spoken, and the launcher: process and birth."""
-        found = [json.loads(path.read_text())["pid"] for path in self.temporary.glob("h3dist-*/status/rank*.json")]
-        return {pid: birth(pid) for pid in (*found, self.process.pid)}
+
+class Stopped(Command):
+    """A command of two ranks that is stopped by `deed` as soon as it denoises, whoever waits for it."""
+
+    def __init__(self, home: Path, deed: Callable[["Stopped"], None], *words: str) -> None:
+        super().__init__(home, *words)
+        self.deed, self.born, self.taken = deed, {}, 0.0
+        self.thread = Thread(target=self.watch)
+        self.thread.start()
+
+    def watch(self) -> None:
+        while "step 2/" not in self.stderr.read_text():
+            if self.process.poll() is not None:
+                return
+            time.sleep(0.05)
+        pids = (self.process.pid, self.pid(0), self.pid(1))
+        self.born, since = {pid: birth(pid) for pid in pids}, time.monotonic()
+        self.deed(self)
+        self.process.wait()
+        self.taken = time.monotonic() - since
+
+    def ended(self) -> tuple[int, str, str]:
+        """The same; it must have left in time, with nothing behind it but its logs."""
+        ended = super().ended()
+        self.thread.join()
+        assert self.born, ended
+        assert self.taken < LIMIT
+        assert [pid for pid, at in self.born.items() if birth(pid) == at is not None] == []
+        assert not [path for path in self.home.iterdir() if "mp4" in path.name or path.name.startswith(".h3dist-")]
+        return ended
 
 
 def h3dist(home: Path, *words: str, cwd: Path | None = None) -> Command:
@@ -106,12 +131,12 @@ def home(tmp_path_factory) -> Path:
 def runs(home):
     """All commands that need nothing of each other."""
     tiny = write_tiny(home / "tiny", "full", seed=5)["overrides"].parent
-    long = ["generate", "A boat.", "--gpus", "2", "-o", "long.mp4", "request.width=64", "request.height=64"]
-    long += ["request.frames=22", "request.steps=200", "sampler=official", *overrides(tiny, str(tiny))]
+    long = [sys.executable, "-m", "h3dist", "generate", PROMPT, "--gpus", "2", "-o", "long.mp4", "sampler=official"]
+    long += ["request.width=192", "request.height=192", "request.steps=200", *overrides(tiny, str(tiny))]
     started = {
         "quickstart": quickstart(home / "quickstart"),
-        "killed": h3dist(home / "killed", *long, "--mode", "tensor"),
-        "interrupted": h3dist(home / "interrupted", *long, "--mode", "ulysses"),
+        "killed": Stopped(home / "killed", kill_rank_1, *long, "--mode", "tensor"),
+        "interrupted": Stopped(home / "interrupted", interrupt, *long, "--mode", "ulysses"),
     }
     if GOLDEN.is_dir():
         asked = ["generate", "--request", str(GOLDEN / "request.json"), "-o", "golden.mp4", "--gpus", "3"]
@@ -135,36 +160,28 @@ def quickstart(home: Path) -> Command:
     return Command(home, "bash", "launch/quickstart.sh")
 
 
-def left_in_time(command: Command, born: dict[int, int], since: float) -> tuple[int, str, str]:
-    ended = command.ended()
-    assert time.monotonic() - since < LIMIT
-    assert [pid for pid, at in born.items() if birth(pid) == at is not None] == []
-    assert not [path for path in command.home.iterdir() if "mp4" in path.name or path.name.startswith(".h3dist-")]
-    return ended
+def kill_rank_1(command: Stopped) -> None:
+    os.kill(command.pid(1), signal.SIGKILL)
+
+
+def interrupt(command: Stopped) -> None:
+    command.process.send_signal(signal.SIGINT)
 
 
 def test_a_signal_ends_every_process_and_leaves_no_file(runs):
-    command = runs["interrupted"]
-    command.wait_for("step 2/200")
-    born, since = command.pids(), time.monotonic()
-    assert len(born) == 3
-    command.process.send_signal(signal.SIGINT)
-    code, said, complained = left_in_time(command, born, since)
+    code, said, complained = runs["interrupted"].ended()
     assert (code, said) == (130, "")
     assert "error" not in complained and "Traceback" not in complained
 
 
 def test_a_rank_killed_at_work_is_named_once(runs):
-    command = runs["killed"]
-    command.wait_for("step 2/200")
-    born, since = command.pids(), time.monotonic()
-    os.kill(command.pid(1), signal.SIGKILL)
-    code, said, complained = left_in_time(command, born, since)
+    code, said, complained = runs["killed"].ended()
     assert (code, said) == (7, "")
     (told,) = [line for line in complained.splitlines() if "error" in line]
     assert told.startswith("h3dist: error: RankError on rank 1 in denoise: process ") and "SIGKILL" in told
     folder = Path(complained.splitlines()[-1].removeprefix("h3dist: logs of this run: "))
-    assert folder.is_dir() and list(folder.glob("logs/**/stderr.log"))
+    assert list(folder.glob("logs/**/stderr.log"))
+    assert json.loads((folder / "job.json").read_text())["request"]["prompt"] == PROMPT
 
 
 def test_the_quickstart_prints_a_film_that_plays(runs):

@@ -9,10 +9,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-import torch
 from safefiles import edited
 from safetensors.torch import load_file
-from stages import Break, Run, prepare_run, run_whole
+from stages import Break, Run, on_one_core, prepare_run, run_whole
 from world import World
 
 from h3dist import launcher, pipeline
@@ -29,7 +28,7 @@ STAGES = {  # stage: where it breaks
     "denoise": Break(1, "denoiser", OSError("a device fell off"), late=True),
     "decode": Break(0, "deliver", OutputError("the disk is full")),
 }
-pytestmark = pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning")
+pytestmark = [pytest.mark.limit(300), pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning")]
 
 
 @pytest.fixture(scope="module")
@@ -39,12 +38,8 @@ def paths(tmp_path_factory):
 
 @pytest.fixture(scope="module", autouse=True)
 def one_core():
-    threads, cores = torch.get_num_threads(), os.sched_getaffinity(0)
-    torch.set_num_threads(1)
-    os.sched_setaffinity(0, {min(cores)})
-    yield
-    os.sched_setaffinity(0, cores)
-    torch.set_num_threads(threads)
+    with on_one_core():
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +54,7 @@ def world():
 @pytest.mark.parametrize("stage", STAGES)
 def test_an_error_on_one_rank_in_any_stage_is_everybodys(stage, paths, world, tmp_path):
     broken = STAGES[stage]
-    ends = world.outcomes(run_whole, prepare_run(paths, REQUEST, tmp_path), broken)
+    ends = world.outcomes(run_whole, prepare_run(paths, REQUEST, tmp_path), broken, limit=200)
     own, others = ends[broken.rank].error, ends[1 - broken.rank].error
     assert (type(own), str(own)) == (type(broken.error), str(broken.error)), ends[broken.rank].trace
     assert type(others) is (type(own) if isinstance(own, H3Error) else H3Error), ends[1 - broken.rank].trace

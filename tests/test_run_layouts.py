@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from official_pipeline import official_pipeline, run_official
-from stages import Run, Walked, prepare_run, walk
+from stages import Run, Walked, on_one_core, prepare_run, walk
 from world import World
 
 from h3dist import pipeline
@@ -33,7 +33,9 @@ LAYOUTS = [
     *(Layout(tp=ranks) for ranks in (2, 4, 6, 8)),
     *(Layout(sp=sp, tp=tp) for sp, tp in ((2, 2), (2, 3), (3, 2))),
 ]
+LIMIT = 200  # seconds for a case on a machine that others load too
 TOLERANCE = 1e-5  # relative, in the 2-norm; all runs are in float32
+pytestmark = pytest.mark.limit(300)
 
 
 @dataclass(frozen=True)
@@ -66,12 +68,10 @@ def world():
 def case(request, world, tmp_path_factory) -> Case:
     folder: Path = tmp_path_factory.mktemp(request.param)
     paths = write_tiny(folder / "set", request.param, seed=11)
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    expected = run_official(official_pipeline(paths), REQUEST)
-    torch.set_num_threads(before)
+    with on_one_core():
+        expected = run_official(official_pipeline(paths), REQUEST)
     run = prepare_run(paths, REQUEST, folder, "sampler=official", trace="trace.safetensors")
-    return Case(paths, run, expected, world.run(walk, run, Layout(), True, ranks=1)[0])
+    return Case(paths, run, expected, world.run(walk, run, Layout(), True, ranks=1, limit=LIMIT)[0])
 
 
 def errors(case: Case, walked: Walked) -> dict[str, float]:
@@ -108,7 +108,7 @@ def test_one_rank_gives_the_official_latents_after_every_step(case, record_prope
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=name)
 def test_a_layout_gives_the_official_latents_after_every_step(case, world, layout, record_property):
-    ranks = world.run(walk, case.run, layout, True, ranks=layout.world)
+    ranks = world.run(walk, case.run, layout, True, ranks=layout.world, limit=LIMIT)
     check(case, ranks, record_property)
     assert sum(sum(rank.sent.values()) for rank in ranks) > 0
     for rank in ranks[1:]:
@@ -120,7 +120,7 @@ def test_one_rank_of_any_mode_gives_the_single_runs_bits(case, world, mode):
     config = replace(case.run.config, parallel=replace(case.run.config.parallel, mode=mode))
     layout = pipeline.choose_layout(config, None, Ranks(), open_denoiser(config.model.denoiser))
     assert layout == Layout()
-    alone = world.run(walk, replace(case.run, config=config), layout, ranks=1)[0]
+    alone = world.run(walk, replace(case.run, config=config), layout, ranks=1, limit=LIMIT)[0]
     assert alone.hashes == case.single.hashes
     assert not any(alone.sent.values())
 
@@ -130,8 +130,8 @@ def test_ranks_without_rows_take_part(case, world, layout, tmp_path):
     """19 rows, three for each rank: the last has none, and the one before it a single one."""
     short = REQUEST | {"prompt": "x", "width": 32, "height": 32, "frames": 5}
     run = Run(case.run.config, prepare_run(case.paths, short, tmp_path, trace="trace.safetensors").job)
-    single = world.run(walk, run, Layout(), ranks=1)[0]
-    ranks = world.run(walk, run, layout, ranks=8)
+    single = world.run(walk, run, Layout(), ranks=1, limit=LIMIT)[0]
+    ranks = world.run(walk, run, layout, ranks=8, limit=LIMIT)
     assert [stop - start for start, stop in (rank.rows for rank in ranks)] == [3] * 6 + [1, 0]
     assert {rank.hashes for rank in ranks} == {ranks[0].hashes}
     for key, want in single.trace.items():

@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,7 +12,7 @@ from golden import GOLDEN, check_golden, needs_golden
 from official_pipeline import as_video, official_pipeline, run_official
 from safetensors.torch import load_file
 from scipy.special import betaincinv
-from stages import prepare_run, walk
+from stages import on_one_core, prepare_run, walk
 from torch import Tensor, nn
 from world import Seat
 
@@ -34,18 +33,13 @@ REQUEST = {
 }
 TOLERANCE = 1e-5  # relative, in the 2-norm; all runs are in float32
 SHIFT_V, SHIFT_A = 12.0, 3.0
-pytestmark = pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning")
+pytestmark = [pytest.mark.limit(300), pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning")]
 
 
 @pytest.fixture(scope="module", autouse=True)
 def one_core():
-    """Tiny matrices are slower on more cores, and far slower on cores that others use too."""
-    threads, cores = torch.get_num_threads(), os.sched_getaffinity(0)
-    torch.set_num_threads(1)
-    os.sched_setaffinity(0, {min(cores)})
-    yield
-    os.sched_setaffinity(0, cores)
-    torch.set_num_threads(threads)
+    with on_one_core():
+        yield
 
 
 @dataclass(frozen=True)
@@ -115,6 +109,15 @@ def test_the_film_is_the_requests(made):
     assert (film.audio_rate, film.audio_channels) == (32000, 2)
     assert film.metadata["title"] == REQUEST["prompt"]
     assert str(REQUEST["seed"]) in film.metadata["comment"]
+
+
+def test_the_shortest_clip_is_made_though_diffusers_cannot_decode_it(case, tmp_path):
+    run = prepare_run(case.paths, REQUEST | {"frames": 1}, tmp_path, "sampler=official")
+    pipeline.run(run.config, run.job, Ranks())
+    film = probe(tmp_path / "o.mp4")
+    assert film.frames == 5
+    assert abs(film.audio_ticks - 5 * film.timescale // 24) <= 2
+    assert any("1" in note and "5" in note for note in json.loads((tmp_path / "o.json").read_text())["notes"])
 
 
 @needs_golden

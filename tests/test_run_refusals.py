@@ -1,0 +1,95 @@
+"""Runs that are refused before a rank starts, from the command line: the exit code, the cause, and what would do."""
+
+import re
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+
+from h3dist import launcher
+from h3dist.checkpoint.tiny import write_tiny
+from h3dist.cli.commands import main
+
+FILES = ("denoiser", "text_encoder", "video_vae", "audio_vae")
+
+
+@pytest.fixture(scope="module")
+def paths(tmp_path_factory) -> dict[str, Path]:
+    return write_tiny(tmp_path_factory.mktemp("set"), seed=4)
+
+
+@pytest.fixture
+def run(paths, monkeypatch, capsys, tmp_path):
+    """Type words after `h3dist`, over a tiny set in an empty folder: exit code, stdout, stderr, whether work began."""
+    lines = paths["overrides"].read_text().replace("@", str(paths["overrides"].parent)).splitlines()
+    monkeypatch.chdir(tmp_path)
+
+    def type_words(*words: str, tiny: bool = True):
+        begun = []
+        monkeypatch.setattr(launcher, "_run", lambda *_: begun.append(True) or 0)
+        monkeypatch.setattr(sys, "argv", ["h3dist", *words[:2], *(lines if tiny else ()), *words[2:]])
+        with pytest.raises(SystemExit) as left:
+            main()
+        told = capsys.readouterr()
+        return left.value.code, told.out, told.err, bool(begun)
+
+    return type_words
+
+
+def test_a_tokenizer_that_is_not_there_is_fetched_by_the_line_that_is_said(run, tmp_path):
+    code, _, told, begun = run("generate", "x", "model.tokenizer=nowhere/tokenizer")
+    assert (code, begun) == (3, False)
+    command = shlex.split(next(line for line in told.splitlines() if line.startswith("  ")))
+    assert command[:2] == ["hf", "download"] and "--revision" in command and "FL2VA/tokenizer/*" in command
+    assert "H3_TOKENIZER_PATH" in told and "about 11 MB" in told
+
+
+@pytest.mark.parametrize("slot", FILES)
+def test_every_slot_refuses_what_is_absent_cut_short_or_another_model(slot, run, paths, tmp_path):
+    other = paths["text_encoder" if slot != "text_encoder" else "denoiser"]
+    cut = tmp_path / "cut.safetensors"
+    cut.write_bytes(paths[slot].read_bytes()[:-1])
+    for path, why in ((tmp_path / "absent", "no such file"), (cut, "cut.safetensors"), (other, "it is the ")):
+        code, _, told, begun = run("generate", "x", f"model.{slot}={path}")
+        assert (code, begun) == (3, False)
+        assert why in told and told.startswith("h3dist: error: ") and told.count("\n") == 1
+
+
+def test_vaes_in_each_others_slot_are_put_right_and_said(run, paths):
+    swap = [f"model.video_vae={paths['audio_vae']}", f"model.audio_vae={paths['video_vae']}"]
+    code, _, told, begun = run("generate", "x", *swap)
+    assert (code, begun) == (0, True)
+    assert "the two VAEs were swapped" in told
+
+
+def test_more_ranks_than_heads_names_the_limit(run):
+    for mode in ("ulysses", "tensor"):
+        code, _, told, begun = run("generate", "x", "--gpus", "15", "--mode", mode)
+        assert (code, begun) == (4, False)
+        assert "14 heads" in told
+
+
+def test_memory_that_is_too_small_names_a_layout_that_is_taken(run):
+    """At the released sizes, no files needed; the words that the refusal names are then accepted as they stand."""
+    asked = ["plan", "A boat.", "--gpu-memory", "8GiB"]
+    code, _, told, _ = run(*asked, "--gpus", "4", "--mode", "ulysses", tiny=False)
+    assert code == 4 and "to denoise and 8.0 GiB are free" in told
+    advice = re.search(r"the nearest that fits is ((?:\S+ )*?\S+), [\d.]+ GiB", told)[1].split()
+    options = advice[:2] if advice[0] == "--gpus" else ["--gpus", "4"]
+    taken = [word for word in advice if "=" in word]
+    assert taken and run(*asked, *options, *taken, tiny=False)[0] == 0
+
+
+def test_memory_that_no_layout_makes_enough_asks_for_less_to_make(run):
+    large = ["request.width=2048", "request.height=2048", "request.frames=362"]
+    code, _, told, _ = run("plan", "A boat.", "--gpu-memory", "8GiB", "--gpus", "8", *large, tiny=False)
+    assert code == 4 and "ask for fewer frames or a smaller canvas" in told
+
+
+def test_outputs_are_checked_before_the_checkpoints_are_looked_at(run, tmp_path):
+    for path in ("absent/o.mp4", "你" * 84 + ".mp4", "."):
+        code, _, told, begun = run("generate", "x", "-o", path, "model.denoiser=absent")
+        assert (code, begun) == (5, False)
+        assert told.startswith("h3dist: error: cannot write ")
+    assert not list(tmp_path.iterdir())
