@@ -282,7 +282,7 @@ def _check_values(config: Config) -> None:
     for key in POSITIVE:
         value = _value(config, key)
         if value is not None and not 0 < value < float("inf"):
-            raise ConfigError(f"{key}={value}: must be above 0")
+            raise ConfigError(f"{key}={value}: must be a finite number above 0")
     threads = config.runtime.threads
     if threads != "auto" and not (threads.isdecimal() and int(threads) > 0):
         raise ConfigError(f"runtime.threads={threads}: must be auto or a whole number above 0")

@@ -114,6 +114,34 @@ def test_a_request_without_prompt():
         parse_request({})
 
 
+@pytest.mark.parametrize("number", [10**400, 1e308, 10**30])
+@pytest.mark.parametrize("field", ["width", "height", "frames", "duration", "seed", "steps"])
+def test_numbers_beyond_all_measure_are_refused_in_few_words(field, number):
+    with pytest.raises(RequestError) as caught:
+        resolve(parse_request({"prompt": "a fox", field: number}), allow_untrained=True)
+    assert str(caught.value).startswith(f"{field}=") and len(str(caught.value)) < 200
+
+
+def test_a_side_that_no_mp4_can_have_names_the_largest():
+    assert "the nearest is 16384" in refused(width=16416)
+    assert resolve(parse_request({"prompt": "a fox", "width": 16384, "height": 32})).width == 16384
+
+
+def test_a_great_many_problems_are_counted():
+    message = refused(**{f"field_{number}_{'x' * 500}": 1 for number in range(500)})
+    assert message.endswith("and 490 more") and len(message) < 3000
+
+
+def test_a_value_that_is_nested_too_deep_is_called_that():
+    deep = json.loads("[" * 400 + "]" * 400)
+    assert refused(seed=deep) == "a value in the request is nested too deep"
+
+
+@pytest.mark.parametrize("number", ["9" * 5000, "\u0661"], ids=["5000 digits", "another script's digit"])
+def test_a_name_that_no_medium_can_have_is_text(number):
+    assert resolve(parse_request({"prompt": f"<Picture {number}> <picture {number}>", "seed": 1})).notes == ()
+
+
 def test_text_that_is_not_unicode():
     assert "not valid Unicode" in refused(prompt="\udcff")
 
@@ -223,14 +251,22 @@ def test_a_sidecar_is_a_request_file(tmp_path):
         ("[1]", "one JSON object"),
         ('{"seed": 1, "seed": 2}', "'seed' stands twice"),
         ("[" * 100_000, "not JSON"),
+        ('{"request": {"prompt": "x"}, "frames": 5}', 'frames must stand inside "request"'),
     ],
-    ids=["empty", "cut off", "a list", "a field twice", "deep"],
+    ids=["empty", "cut off", "a list", "a field twice", "deep", "a field beside the request"],
 )
 def test_request_files_that_are_refused(text, why, tmp_path):
     path = tmp_path / "r.json"
     path.write_text(text)
     with pytest.raises(RequestError, match=why):
         gather_request({}, str(path))
+
+
+def test_a_null_does_not_hide_an_unknown_field(tmp_path):
+    path = tmp_path / "r.json"
+    path.write_text('{"prompt": "x", "negative_prompt": null, "seed": null}')
+    with pytest.raises(RequestError, match="guidance-distilled"):
+        parse_request(gather_request({}, str(path)))
 
 
 def test_files_that_are_not_there(tmp_path):

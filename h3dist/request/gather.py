@@ -47,10 +47,11 @@ def read_request_file(path: str) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise RequestError(f"request file {path}: not JSON: {error}") from None
     if isinstance(data, dict) and isinstance(data.get("request"), dict):
+        _nothing_beside(path, data)
         data = data["request"]
     if not isinstance(data, dict):
         raise RequestError(f"request file {path}: must hold one JSON object, {{...}}")
-    said = {name: value for name, value in data.items() if value is not None}
+    said = {name: value for name, value in data.items() if value is not None or name not in FIELDS}
     return absolute_media(said, Path(path).parent)
 
 
@@ -76,6 +77,13 @@ def _no_field_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         names = [name for name, _ in pairs]
         raise ValueError(f"{next(name for name in names if names.count(name) > 1)!r} stands twice")
     return data
+
+
+def _nothing_beside(path: str, data: Mapping[str, Any]) -> None:
+    """Refuse fields beside a sidecar's "request": they would not be read."""
+    beside = [name for name in data if name in FIELDS]
+    if beside:
+        raise RequestError(f'request file {path}: {", ".join(beside)} must stand inside "request", not beside it')
 
 
 def _said_once(what: str, option: str | None, override: str | None) -> str | None:

@@ -5,8 +5,8 @@ from collections.abc import Mapping
 
 from h3dist.errors import RequestError
 
-NAME = re.compile(r"<(Picture|Video|Audio) (\d+)>")
-ALMOST = re.compile(r"<\s*(picture|image|photo|video|film|audio|sound)\s*#?(\d+)\s*>", re.IGNORECASE)
+NAME = re.compile(r"<(Picture|Video|Audio) ([0-9]{1,1000})>")
+ALMOST = re.compile(r"<\s*(picture|image|photo|video|film|audio|sound)\s*#?([0-9]{1,1000})\s*>", re.IGNORECASE)
 MEANT = {"image": "Picture", "photo": "Picture", "film": "Video", "sound": "Audio"}
 
 

@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Mapping, Sequence
-from textwrap import shorten
 from typing import Any
 
 from pydantic import ValidationError
@@ -14,6 +13,7 @@ from h3dist.request.schema import (
     ADAPTER,
     FIELDS,
     MAX_SEED,
+    MAX_SIDE,
     MAX_STEPS,
     TASKS,
     Request,
@@ -23,6 +23,7 @@ from h3dist.request.schema import (
 )
 
 GUIDANCE_FIELDS = ("negative_prompt", "guidance", "guidance_scale", "cfg", "cfg_scale")
+MOST_TOLD = 10  # problems of one request
 ITEM_WORDS = {name: info.description for item in ITEMS for name, info in item.model_fields.items()}
 
 
@@ -45,9 +46,9 @@ def parse_request(data: Mapping[str, Any]) -> Request:
     try:
         request = ADAPTER.validate_json(text)
     except ValidationError as error:
-        problems += [_in_words(problem) for problem in error.errors()]
+        problems += [_in_words(problem) for problem in error.errors() if not _follows(problem)]
     if problems:
-        raise RequestError("; ".join(dict.fromkeys(problems)))
+        raise RequestError(_joined(list(dict.fromkeys(problems))))
     return request
 
 
@@ -62,12 +63,25 @@ def unknown_field(name: str, task: str | None = None) -> str:
         own = ", ".join(own_fields(task)) or "no media"
         others = ", ".join(other for other in TASKS if name in TASKS[other].model_fields)
         return f"{name} does not belong to {task}, which takes {own}; {name} goes with {others}"
-    return f"unknown request field {name!r}{nearest(name, FIELDS) or '; fields are ' + ', '.join(FIELDS)}"
+    return f"unknown request field {_cut(name)!r}{nearest(_cut(name), FIELDS) or '; fields are ' + ', '.join(FIELDS)}"
+
+
+def _joined(problems: Sequence[str]) -> str:
+    """The first problems in one line, and how many more there are."""
+    more = [f"and {len(problems) - MOST_TOLD} more"] if len(problems) > MOST_TOLD else []
+    return "; ".join([*problems[:MOST_TOLD], *more])
+
+
+def _follows(problem: Mapping[str, Any]) -> bool:
+    """Whether pydantic found this only because an item of the list was refused, which it tells besides."""
+    return problem["type"] == "too_short" and bool(problem["input"])
 
 
 def _in_words(problem: Mapping[str, Any]) -> str:
     """One of pydantic's findings as a sentence a user can act on."""
     if problem["type"] == "json_invalid":
+        if "recursion" in problem["ctx"]["error"]:
+            return "a value in the request is nested too deep"
         return "a text in the request is not valid Unicode"
     task, *place = problem["loc"]
     if not place:
@@ -95,14 +109,19 @@ def _item_in_words(problem: Mapping[str, Any], place: Sequence[Any]) -> str:
     if problem["type"] == "missing":
         return f"{where}.{key} is missing: it must be {ITEM_WORDS[key]}"
     if problem["type"] == "extra_forbidden":
-        return f"{where}: {key!r} does not belong there{nearest(key, ITEM_WORDS)}; {field} must be {describe(field)}"
+        close = nearest(key, ITEM_WORDS.keys() - {key})
+        return f"{where}: {key!r} does not belong there{close}; {field} must be {describe(field)}"
     if problem["type"] == "value_error" and str(problem["ctx"]["error"]) != "blank":
         return f"{where}.{key}: {problem['ctx']['error']}"
     return f"{where}.{key}={_shown(problem['input'])}: must be {ITEM_WORDS[key]}"
 
 
 def _shown(value: Any) -> str:
-    return shorten(json.dumps(value, ensure_ascii=False, default=str)[:200], width=60)
+    return _cut(json.dumps(value, ensure_ascii=False, default=str))
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= 60 else text[:57] + "..."
 
 
 def _nearest_value(field: str, value: Any) -> str:
@@ -113,7 +132,7 @@ def _nearest_value(field: str, value: Any) -> str:
     if whole is None:
         return ""
     if field in ("width", "height"):
-        sides = dict.fromkeys(nearest_multiples(whole))
+        sides = dict.fromkeys(nearest_multiples(min(whole, MAX_SIDE)))
         return f"; the nearest {'are' if len(sides) > 1 else 'is'} {' and '.join(map(str, sides))}"
     if field == "frames":
         return f"; the nearest is {min(legal_frames(), key=lambda frames: abs(frames - whole))}"

@@ -4,11 +4,13 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, Field, TypeAdapter, model_validator
 
-from h3dist.geometry import CANVAS_MULTIPLE
+from h3dist.geometry import CANVAS_MULTIPLE, FPS
 from h3dist.request.media import SOURCE, STRICT, ImageReference, Keyframes, References, Source, VideoReference
 
 MAX_SEED = 2**63 - 1
 MAX_STEPS = 200
+MAX_SIDE = 16384  # pixels: the most that H.264's encoder takes
+MAX_SECONDS = 3600  # whatever is admitted beyond the trained range
 MAX_IMAGES, MAX_VIDEOS, MAX_AUDIOS, MAX_REFERENCES = 9, 3, 3, 12
 
 
@@ -18,7 +20,8 @@ def _not_blank(text: str) -> str:
     return text
 
 
-Side = Annotated[int, Field(ge=CANVAS_MULTIPLE, multiple_of=CANVAS_MULTIPLE)]
+Side = Annotated[int, Field(ge=CANVAS_MULTIPLE, le=MAX_SIDE, multiple_of=CANVAS_MULTIPLE)]
+SIDE = f"a whole number of pixels, a multiple of {CANVAS_MULTIPLE} up to {MAX_SIDE}"
 
 
 class Request(BaseModel):
@@ -28,10 +31,14 @@ class Request(BaseModel):
 
     task: str | None = None
     prompt: Annotated[str, AfterValidator(_not_blank)] = Field(description="text that is not empty")
-    width: Side | None = Field(None, description="a whole number of pixels, a multiple of 32")
-    height: Side | None = Field(None, description="a whole number of pixels, a multiple of 32")
-    frames: Annotated[int, Field(ge=1)] | None = Field(None, description="a whole number from 1 to 362")
-    duration: Annotated[float, Field(gt=0)] | None = Field(None, description="a number of seconds above 0")
+    width: Side | None = Field(None, description=SIDE)
+    height: Side | None = Field(None, description=SIDE)
+    frames: Annotated[int, Field(ge=1, le=FPS * MAX_SECONDS)] | None = Field(
+        None, description="a whole number from 1 to 362"
+    )
+    duration: Annotated[float, Field(gt=0, le=MAX_SECONDS)] | None = Field(
+        None, description=f"a number of seconds above 0, at most {MAX_SECONDS}"
+    )
     seed: Annotated[int, Field(ge=0, le=MAX_SEED)] | None = Field(None, description="a whole number from 0 to 2^63 - 1")
     steps: Annotated[int, Field(ge=1, le=MAX_STEPS)] | None = Field(
         None, description=f"a whole number from 1 to {MAX_STEPS}"
