@@ -471,9 +471,10 @@ def test_a_file_in_a_wrong_slot_is_refused(paths, slot, other, words):
 def test_another_size_needs_its_config(paths, slot, tmp_path):
     with pytest.raises(CheckpointError, match=rf"released sizes \(for another size give model.{slot}_config\)"):
         open_slots(model(paths, **{f"{slot}_config": None}))
-    (tmp_path / "bad.json").write_text("{")
-    with pytest.raises(CheckpointError, match="cannot be used as a config"):
-        open_slots(model(paths, **{f"{slot}_config": str(tmp_path / "bad.json")}))
+    for bad in ("{", "[]", "null", "[" * 100_000, '{"text_config": []}'):
+        (tmp_path / "bad.json").write_text(bad)
+        with pytest.raises(CheckpointError, match=r"cannot be used as a config|is not of the sizes"):
+            open_slots(model(paths, **{f"{slot}_config": str(tmp_path / "bad.json")}))
     with pytest.raises(CheckpointError, match="cannot be used as a config"):
         open_slots(model(paths, **{f"{slot}_config": str(tmp_path / "absent.json")}))
 

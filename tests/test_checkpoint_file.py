@@ -169,6 +169,7 @@ HEADERS = {
     "no shape": (header(x={"dtype": "F32", "data_offsets": [0, 8]}), bytes(8), "malformed"),
     "three offsets": (header(x=entry(data_offsets=[0, 4, 8])), bytes(8), "malformed"),
     "unknown dtype": (header(x=entry(dtype="F4")), bytes(8), "unknown dtype 'F4'"),
+    "dtype in a list": (header(x=entry(dtype=["F32"])), bytes(8), "unknown dtype"),
     "negative": (header(x=entry(shape=[-2])), bytes(8), "illegal shape"),
     "a fraction": (header(x=entry(shape=[2.0])), bytes(8), "illegal shape"),
     "true": (header(x=entry(shape=[True, 2])), bytes(8), "illegal shape"),

@@ -171,6 +171,8 @@ def test_options_of_the_run(run):
         (["request.upscale=true"], "unknown request field 'upscale'"),
         (["request.negative_prompt='x'"], "guidance-distilled"),
         (["--request", "no.json"], "No such file"),
+        (["job=no.json"], "the launcher writes the job file"),
+        (["runtime.timeout=inf"], "a finite number above 0"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )

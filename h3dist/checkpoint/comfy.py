@@ -234,12 +234,19 @@ def _only(path: Pathlike) -> str:
     return identify(TensorFile.open(path))
 
 
+def _json_object(path: Pathlike) -> dict[str, Any]:
+    found = json.loads(Path(path).read_text(encoding="utf-8"))
+    if not isinstance(found, dict):
+        raise ValueError("it holds no JSON object, {...}")
+    return found
+
+
 def _sized(state: StateFile, config: Pathlike | None) -> StateFile:
     configured = KINDS[state.kind].configured
     if config is not None and configured is not None:
         try:
-            dims = configured(json.loads(Path(config).read_text(encoding="utf-8")))
-        except (OSError, ValueError, KeyError, TypeError) as error:
+            dims = configured(_json_object(config))
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise CheckpointError(f"{config} cannot be used as a config of {NAMES[state.kind]}: {error!r}") from None
         _same_dims(state, dims, str(config))
     return state

@@ -234,7 +234,7 @@ def _entry(path: Path, name: str, entry: Any, base: int) -> TensorInfo:
         dtype, shape, (start, stop) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
     except (KeyError, TypeError, ValueError):
         raise CheckpointError(f"{path}: the header's entry of {name!r} is malformed") from None
-    if dtype not in ITEM_BYTES:
+    if not isinstance(dtype, str) or dtype not in ITEM_BYTES:
         raise CheckpointError(f"{path}: {name!r} has the unknown dtype {dtype!r}")
     if not all(type(number) is int and number >= 0 for number in (*shape, start, stop)):
         raise CheckpointError(f"{path}: {name!r} has an illegal shape or offset")

@@ -39,6 +39,8 @@ def ask(
         say(f"the first word is the prompt, though it looks like an override: {prompt!r}")
     overrides = options + words
     config = compose(overrides)
+    if config.job is not None:
+        raise ConfigError(f"job={config.job}: the launcher writes the job file; name a request file with --request")
     fields = gather_request(vars(config.request), request_file, prompt_file, prompt)
     if stand_in is not None and "prompt" not in fields:
         say(f"no prompt given; planned for one of usual length: {stand_in!r}")
