@@ -319,6 +319,14 @@ def test_the_script_passes_its_words(tmp_path):
 # Figures
 
 
+@pytest.mark.parametrize("path", sorted((TESTS.parent / "benchmarks/results").glob("*-matrix-*.json")), ids=str)
+def test_results_in_the_repository_are_whole(path):
+    document = json.loads(path.read_text())
+    jsonschema.validate(document, SCHEMA)
+    assert results.load(path) == (document, None)
+    assert document["finished"] and all(cell["bytes"]["as_planned"] for cell in scaling.done(document["cells"]))
+
+
 def test_spreads_and_gains(run):
     _, document = run("layouts=[ulysses]", "worlds=[1,2,4]", "repeats=2")
     assert scaling.spread([3.0, 1.0, 2.0]) == {"min": 1.0, "median": 2.0, "max": 3.0, "count": 3}
