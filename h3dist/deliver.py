@@ -16,7 +16,8 @@ from torch import Tensor
 
 from h3dist.checkpoint.comfy import StateFile, open_vaes
 from h3dist.config import Config
-from h3dist.errors import OutputError
+from h3dist.errors import OutputError, RequestError
+from h3dist.geometry import AUDIO_CHANNELS, SOUND_CHANNELS, VIDEO_CHANNELS
 from h3dist.media import write_mp4, write_wav
 from h3dist.outputs import Outputs, check_outputs, choose_outputs, refuse_inputs
 from h3dist.plan import Plan
@@ -161,7 +162,8 @@ def decode_file(config: Config, path: Path, output: Mapping[str, Any]) -> str:
     `RequestError`, `CheckpointError`, `OutputError` and `NumericsError`.
     """
     found, request = load_latents(path)
-    resolved = resolve(parse_request(request), allow_untrained=True, schedule=config.sampler.schedule)
+    resolved = resolve(parse_request(request), allow_untrained=True, schedule="simple")  # any number of steps
+    _check_shapes(path, found, resolved)
     said = vars(config.output) | {name: value for name, value in output.items() if value is not None}
     if output.get("path") is None:
         said["path"] = str(path).removesuffix(".safetensors").removesuffix(".latents") + ".mp4"
@@ -173,3 +175,18 @@ def decode_file(config: Config, path: Path, output: Mapping[str, Any]) -> str:
     video, audio = (found[name].to(device) for name in ("video_latents", "audio_latents"))
     deliver(config, device, outputs, Delivery(resolved, video_vae, audio_vae, video, audio))
     return outputs.path
+
+
+def _check_shapes(path: Path, found: Mapping[str, Tensor], resolved: Resolved) -> None:
+    """Raise `RequestError` where latents are not of the size that their own request says."""
+    clip = resolved.geometry
+    due = {
+        "video_latents": [1, VIDEO_CHANNELS, clip.latent_t, clip.latent_h, clip.latent_w],
+        "audio_latents": [1, AUDIO_CHANNELS, SOUND_CHANNELS, clip.audio_latents],
+    }
+    for name, shape in due.items():
+        if list(found[name].shape) != shape:
+            raise RequestError(
+                f"{path}: {name} are {list(found[name].shape)}; its request, {clip.width}x{clip.height} pixels and "
+                f"{clip.frames} frames, has {shape}"
+            )

@@ -15,12 +15,15 @@ from h3dist.outputs import remove
 REQUEST_KEY = "h3dist_request"
 
 
-def save_tensors(path: Path, tensors: Mapping[str, torch.Tensor], request: Mapping[str, object]) -> None:
+def save_tensors(path: Path | str, tensors: Mapping[str, torch.Tensor], request: Mapping[str, object]) -> None:
     """Write tensors to `path` as safetensors with the request as JSON metadata. Raises `OutputError` on any failure."""
     # safetensors refuses tensors that share storage, as slices of one another do
     whole = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
     try:
+        Path(path).touch()
+        mode = Path(path).stat().st_mode  # as the umask has it: safetensors' file would be ours alone to read
         save_file(whole, str(path), metadata={REQUEST_KEY: json.dumps(request, ensure_ascii=False)})
+        Path(path).chmod(mode)
     except (OSError, SafetensorError) as error:
         remove([path])
         raise OutputError(f"cannot write {path}: {error}") from error
@@ -44,7 +47,13 @@ def load_latents(path: Path | str) -> tuple[dict[str, torch.Tensor], dict[str, o
         raise RequestError(f"{path} holds no video_latents and audio_latents: {error}") from error
     if REQUEST_KEY not in metadata:
         raise RequestError(f"{path} does not say which request made it (no {REQUEST_KEY} in its metadata)")
-    return found, json.loads(metadata[REQUEST_KEY])
+    try:
+        request = json.loads(metadata[REQUEST_KEY])
+    except (ValueError, RecursionError):
+        request = None
+    if not isinstance(request, dict):
+        raise RequestError(f"{path}: {REQUEST_KEY} in its metadata is no JSON object")
+    return found, request
 
 
 def sha256(tensor: torch.Tensor) -> str:

@@ -37,14 +37,13 @@ def describe_run(
     step_seconds: Sequence[float],
     sha256: Mapping[str, str],
 ) -> dict[str, Any]:
-    """Everything about a run as JSON values; `plan` and `ranks` are absent where only saved latents were decoded."""
-    settings = asdict(config)
-    for part in (
-        "request",
-        "job",
-        "output",
-    ):  # the request stands at the top; the others name this run's files
-        settings.pop(part)
+    """Everything about a run as JSON values; `plan` and `ranks` are absent where only saved latents were decoded.
+
+    So is then the configuration of what was not done: this run's sampler did not make those latents.
+    """
+    # the request stands at the top; output and job name this run's files
+    left_out = {"request", "job", "output"} | (set() if plan else {"parallel", "attention", "sampler"})
+    settings = {part: values for part, values in asdict(config).items() if part not in left_out}
     return {
         "h3dist": __version__,
         "request": resolved.as_request(),
