@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from h3dist.checkpoint.tiny import write_tiny
 from h3dist.media import probe
 
