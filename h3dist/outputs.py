@@ -207,9 +207,7 @@ def _name_limit(folder: str) -> int:
 def _check_target(path: str) -> None:
     size, limit = len(os.fsencode(os.path.basename(path))), _name_limit(os.path.dirname(path))
     if size > limit:
-        raise OutputError(
-            f"cannot write {path}: the name takes {size} bytes, the file system at most {limit}"
-        )
+        raise OutputError(f"cannot write {path}: the name takes {size} bytes, the file system at most {limit}")
     try:
         mode = os.stat(path).st_mode
     except FileNotFoundError:
@@ -217,9 +215,7 @@ def _check_target(path: str) -> None:
     except OSError as error:
         raise OutputError(f"cannot write {path}: {error.strerror}") from error
     if not stat.S_ISREG(mode):
-        raise OutputError(
-            f"cannot write {path}: it is {'a folder' if stat.S_ISDIR(mode) else 'no plain file'}"
-        )
+        raise OutputError(f"cannot write {path}: it is {'a folder' if stat.S_ISDIR(mode) else 'no plain file'}")
 
 
 def _refuse_existing(path: str) -> None:

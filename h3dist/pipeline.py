@@ -169,9 +169,7 @@ def read_job(site: Site, job: Mapping[str, Any] | None) -> dict[str, Any]:
 
 def agree_on_setting(site: Site, dfile: DenoiserFile) -> None:
     """Every rank runs the same code with the same configuration on the same denoiser. Raises `RankError`."""
-    shared = {
-        part: asdict(getattr(site.config, part)) for part in ("runtime", "parallel", "attention", "sampler")
-    }
+    shared = {part: asdict(getattr(site.config, part)) for part in ("runtime", "parallel", "attention", "sampler")}
     site.comm.same("the version of h3dist", __version__)
     site.comm.same("the version of torch", torch.__version__)
     site.comm.same("the configuration", shared)
@@ -181,9 +179,7 @@ def agree_on_setting(site: Site, dfile: DenoiserFile) -> None:
 def plan_for(site: Site, resolved: Resolved, facts: Facts) -> Plan:
     """The plan as this rank computes it. Raises `PlanError` where it does not fit this rank's memory."""
     capability = lowest_capability(site.device)
-    plan = plan_on(
-        site.config, resolved, facts, site.comm.layout, device=site.device.type, capability=capability
-    )
+    plan = plan_on(site.config, resolved, facts, site.comm.layout, device=site.device.type, capability=capability)
     free = free_memory(site.device, site.ranks)
     if free is not None:
         check_memory(plan, [free] * plan.layout.world)

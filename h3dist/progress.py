@@ -40,9 +40,7 @@ class Steps:
         if self._bar:
             self._bar.update(self._task, advance=1, speed=self._speed())
         elif self._shown:
-            print(
-                f"h3dist: step {len(self.seconds)}/{self.total}, {self._speed()}", file=sys.stderr, flush=True
-            )
+            print(f"h3dist: step {len(self.seconds)}/{self.total}, {self._speed()}", file=sys.stderr, flush=True)
 
     def _speed(self) -> str:
         """Seconds a step without the first, which warms up, and the time left at that rate."""

@@ -62,9 +62,9 @@ def test_variables_win_over_files_and_overrides_over_variables(variable, key, mo
 def test_every_choice_of_a_group_composes_to_its_name(group):
     field = "mode" if group == "parallel" else "name"
     assert group_choices(group)
-    assert {
-        getattr(getattr(compose([f"{group}={name}"]), group), field) for name in group_choices(group)
-    } == {*group_choices(group)}
+    assert {getattr(getattr(compose([f"{group}={name}"]), group), field) for name in group_choices(group)} == {
+        *group_choices(group)
+    }
 
 
 def test_there_is_a_file_for_every_mode():

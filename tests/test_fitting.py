@@ -78,9 +78,7 @@ def test_a_small_video_reference_stays_small_under_comfy_alone() -> None:
     assert fitting.video_reference_size((1920, 1080), "comfy") == (1344, 768)
 
 
-@pytest.mark.parametrize(
-    ("frames", "official", "comfy"), [(4, 4, 4), (10, 10, 5), (21, 21, 5), (22, 22, 22)]
-)
+@pytest.mark.parametrize(("frames", "official", "comfy"), [(4, 4, 4), (10, 10, 5), (21, 21, 5), (22, 22, 22)])
 def test_few_frames(frames: int, official: int, comfy: int) -> None:
     assert fitting.reference_frames(frames, "official") == official
     assert fitting.reference_frames(frames, "comfy") == comfy

@@ -117,9 +117,7 @@ def test_nothing_is_faded_in_or_out(tmp_path):
 def test_sound_is_cut_at_its_tail_alone():
     long, short = torch.arange(2 * 29600.0).view(2, -1), torch.arange(2 * 6400.0).view(2, -1)
     assert np.array_equal(cut_sound(long, 22), long[:, :29333])
-    assert np.array_equal(
-        cut_sound(short, 5)[:, :6400], short
-    )  # 266 samples short, as the audio VAE gives it
+    assert np.array_equal(cut_sound(short, 5)[:, :6400], short)  # 266 samples short, as the audio VAE gives it
     assert cut_sound(short, 5).shape == (2, 6666) and not cut_sound(short, 5)[:, 6400:].any()
 
 
@@ -157,9 +155,7 @@ def test_other_frames_than_planned(tmp_path, chunks, message):
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize(
-    "error", [NumericsError("the video VAE gave NaN"), KeyboardInterrupt(), OSError("GPU")]
-)
+@pytest.mark.parametrize("error", [NumericsError("the video VAE gave NaN"), KeyboardInterrupt(), OSError("GPU")])
 def test_what_the_decoder_raises_passes_and_leaves_no_file(tmp_path, error):
     def failing():
         yield torch.zeros(17, 32, 32, 3, dtype=torch.uint8)

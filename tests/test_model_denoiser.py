@@ -64,9 +64,7 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     )
     model = transformer(dfile)
     rows_of = (patchify(video), audio_to_rows(audio))
-    expected = [
-        oracle_step(model, packed, states, *rows_of, times) for times in zip(TIMES_V, TIMES_A, strict=True)
-    ]
+    expected = [oracle_step(model, packed, states, *rows_of, times) for times in zip(TIMES_V, TIMES_A, strict=True)]
     yield Case(dfile, states, video, audio, packing, expected)
     torch.set_num_threads(threads)
 
@@ -143,9 +141,7 @@ def test_bfloat16_stays_near_float32(case: Case, capsys: pytest.CaptureFixture[s
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-4), (torch.bfloat16, 0.05)])
-def test_on_a_gpu_a_step_gives_the_official_velocities(
-    case: Case, dtype: torch.dtype, tolerance: float
-) -> None:
+def test_on_a_gpu_a_step_gives_the_official_velocities(case: Case, dtype: torch.dtype, tolerance: float) -> None:
     video, audio = build(case, dtype, "cuda")(case.video, case.audio, 1)
     assert not video.is_cuda  # velocities come back to where the latents are
     assert error(video, unpatchify(case.expected[1].video, GEOMETRY)) <= tolerance

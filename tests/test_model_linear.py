@@ -114,9 +114,7 @@ def test_a_pre_quant_scale_multiplies_the_activation_on_both_paths() -> None:
         assert torch.equal(linear(x, scaled), linear(x * factors, plain))
 
 
-@pytest.mark.parametrize(
-    ("rows", "outputs", "inputs"), [(1, 1, 16), (17, 30, 48), (40, 128, 80), (3, 129, 64)]
-)
+@pytest.mark.parametrize(("rows", "outputs", "inputs"), [(1, 1, 16), (17, 30, 48), (40, 128, 80), (3, 129, 64)])
 def test_fp4_product_is_that_of_both_operands_quantised(rows: int, outputs: int, inputs: int) -> None:
     torch.manual_seed(rows)
     values, x = torch.randn(outputs, inputs), torch.randn(rows, inputs)

@@ -72,9 +72,7 @@ def test_tables_hold_the_official_modulation_of_every_step(form: str, tmp_path: 
         hidden = torch.randn(steps, HIDDEN)
         official = model.norm_out(hidden, temb[stream], torch.arange(steps))
         shift, factor = found.final[:, row].unbind(1)
-        normed = torch.nn.functional.rms_norm(
-            hidden, (HIDDEN,), state["final_layer.norm.weight"].float(), 1e-5
-        )
+        normed = torch.nn.functional.rms_norm(hidden, (HIDDEN,), state["final_layer.norm.weight"].float(), 1e-5)
         assert error(normed * factor + shift, official) <= TOLERANCE
 
 
@@ -84,9 +82,7 @@ def test_full_tables_in_bfloat16_are_diffusers_own(tmp_path: Path) -> None:
     table = tables(dfile, TIMES_V, TIMES_A, device="cpu", dtype=torch.bfloat16).blocks[1]
     assert table.dtype == torch.bfloat16
     model = transformer(dfile)
-    temb = model.time_embedder(
-        model.time_proj(torch.tensor(TIMES_V))
-    )  # float32, as in a mixed-precision model
+    temb = model.time_embedder(model.time_proj(torch.tensor(TIMES_V)))  # float32, as in a mixed-precision model
     projection = model.transformer_blocks[1].adaln_proj.to(torch.bfloat16)
     official = torch.stack(projection(temb), dim=1)[0::3]
     official[:, (1, 4)] += 1

@@ -19,9 +19,7 @@ from h3dist.text.tokenizer import REPOSITORY, REVISION, SUBFOLDER
 
 ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-PINNED = dict(
-    line.split("==") for line in (ROOT / "constraints.txt").read_text().splitlines() if "==" in line
-)
+PINNED = dict(line.split("==") for line in (ROOT / "constraints.txt").read_text().splitlines() if "==" in line)
 SCRIPTS = [*sorted((ROOT / "launch").glob("*.sh")), ROOT / ".ci" / "run"]
 T2VA = ROOT / "launch" / "run_distributed_t2va.sh"
 ECHO = """#!{python}
@@ -37,9 +35,7 @@ def test_the_wheel_holds_the_configuration(tmp_path):
     subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
     with zipfile.ZipFile(next(tmp_path.glob("*.whl"))) as wheel:
         wheel.extractall(tmp_path / "site")
-    shipped = {
-        path.relative_to(tmp_path / "site/h3dist") for path in (tmp_path / "site/h3dist/conf").rglob("*.yaml")
-    }
+    shipped = {path.relative_to(tmp_path / "site/h3dist") for path in (tmp_path / "site/h3dist/conf").rglob("*.yaml")}
     assert shipped == {path.relative_to(ROOT) for path in (ROOT / "conf").rglob("*.yaml")}
     schema = "h3dist/request/schema.json"
     assert (tmp_path / "site" / schema).read_bytes() == (ROOT / schema).read_bytes()
@@ -82,9 +78,7 @@ def test_scripts_parse_and_can_be_started(script):
 
 @pytest.mark.parametrize("name", ["test.sh", "quickstart.sh", "run_distributed_t2va.sh"])
 def test_scripts_tell_their_use_from_any_folder(name, tmp_path):
-    told = subprocess.run(
-        [ROOT / "launch" / name, "--help"], cwd=tmp_path, check=True, capture_output=True, text=True
-    )
+    told = subprocess.run([ROOT / "launch" / name, "--help"], cwd=tmp_path, check=True, capture_output=True, text=True)
     assert len(told.stdout + told.stderr) > 50
 
 

@@ -31,9 +31,7 @@ def test_official_noise_is_what_diffusers_draws():
     state = PipelineState()
     state.set("generator", torch.Generator().manual_seed(440420))
     sizes = (GEOMETRY.latent_t, GEOMETRY.latent_h, GEOMETRY.latent_w, GEOMETRY.audio_latents)
-    for name, size in zip(
-        ("latent_frames", "latent_height", "latent_width", "audio_latents"), sizes, strict=True
-    ):
+    for name, size in zip(("latent_frames", "latent_height", "latent_width", "audio_latents"), sizes, strict=True):
         state.set(name if name.startswith("latent_") and name != "latent_frames" else f"num_{name}", size)
     _, state = MiniMaxH3PrepareLatentsStep()(Components(), state)
 

@@ -66,9 +66,7 @@ def test_official_gives_the_published_sigmas(key, table):
 
 def test_beta_takes_the_published_table_entries():
     index = np.array([int(word) for word in BETA_INDEX_50.split()])
-    entries = [
-        np.float32(simple(1000, 12)[999 - i]) for i in index
-    ]  # simple over 1000 steps is the whole table
+    entries = [np.float32(simple(1000, 12)[999 - i]) for i in index]  # simple over 1000 steps is the whole table
     assert beta(50, 12) == (*map(float, entries), 0.0)
 
 
@@ -82,9 +80,7 @@ def test_the_whole_sigma_table_is_float32_of_the_shifted_thousandths():
 def test_beta_indices_are_scipys_quantiles_rounded_half_to_even():
     table = np.array(simple(1000, 12)[:-1])[::-1]
     for steps in range(1, 201):
-        index = (
-            np.rint(beta_distribution.ppf(1 - np.arange(steps) / steps, 0.6, 0.6) * 999).astype(int).tolist()
-        )
+        index = np.rint(beta_distribution.ppf(1 - np.arange(steps) / steps, 0.6, 0.6) * 999).astype(int).tolist()
         kept = [i for at, i in enumerate(index) if at == 0 or i != index[at - 1]]
         assert beta(steps, 12) == (*table[kept].tolist(), 0.0), steps
 

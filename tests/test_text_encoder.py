@@ -307,9 +307,7 @@ def test_the_released_model_has_the_published_tensors():
 
 
 def test_a_rank_that_encodes_nothing_imports_no_transformers():
-    code = (
-        "import sys, h3dist.text.encoder\nsys.exit(bool({'transformers', 'diffusers'} & sys.modules.keys()))"
-    )
+    code = "import sys, h3dist.text.encoder\nsys.exit(bool({'transformers', 'diffusers'} & sys.modules.keys()))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 

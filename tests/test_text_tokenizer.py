@@ -88,9 +88,7 @@ def test_a_prompt_reaches_the_tokenizer_byte_for_byte_and_alone(tokenizer, promp
     presentation = present_t2va(prompt, recorder)
     [(text, options)] = recorder.calls
     assert text.encode() == prompt.encode() and options["add_special_tokens"] is False
-    decoded = tokenizer.decode(
-        presentation.ids, skip_special_tokens=False, clean_up_tokenization_spaces=False
-    )
+    decoded = tokenizer.decode(presentation.ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
     assert decoded == unicodedata.normalize("NFC", prompt)
     assert set(presentation.tags) == {TEXT_TAG} and len(presentation.tags) == len(presentation.ids)
 
@@ -139,9 +137,7 @@ def test_h3_tokens_that_only_the_config_declares_are_registered(tmp_path, key):
 def test_a_config_that_numbers_its_tokens_is_read_in_their_order(tmp_path):
     registered = STOCK + H3_TOKENS
     flags = {"lstrip": False, "rstrip": False, "normalized": False, "single_word": False, "special": True}
-    decoder = {
-        str(259 + i): {"content": token, **flags} for i, token in reversed(list(enumerate(registered)))
-    }
+    decoder = {str(259 + i): {"content": token, **flags} for i, token in reversed(list(enumerate(registered)))}
     folder = write_tokenizer(tmp_path, registered=STOCK, added_tokens_decoder=decoder)
     tokenizer = load_tokenizer(folder)
     assert tokenize(tokenizer, "<d>") == [259 + len(STOCK)]

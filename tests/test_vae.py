@@ -202,9 +202,7 @@ def test_half_precision_is_close_and_keeps_norms_in_float32(video):
 
 def test_the_encoder_is_loaded_only_where_asked_for(video):
     theirs, with_encoder, settings = video
-    decoder_only = {
-        k: v for k, v in theirs.state_dict().items() if not k.startswith(("encoder.", "quant_conv."))
-    }
+    decoder_only = {k: v for k, v in theirs.state_dict().items() if not k.startswith(("encoder.", "quant_conv."))}
     assert set(VideoVae.from_state(decoder_only, settings, "cpu").parts) == {"decoder", "post_quant_conv"}
     pixels = draw(1, 3, 17, 32, 48)
     with torch.no_grad():
@@ -225,9 +223,7 @@ def test_latent_statistics_the_files_own_come_first():
     with pytest.raises(CheckpointError, match="latents_mean is not the configuration's"):
         read_statistics(own, given, released.VIDEO, source="x", device=cpu)
     with pytest.raises(CheckpointError, match="above zero"):
-        read_statistics(
-            own | {"latents_std": torch.zeros(24)}, config, released.VIDEO, source="x", device=cpu
-        )
+        read_statistics(own | {"latents_std": torch.zeros(24)}, config, released.VIDEO, source="x", device=cpu)
     with pytest.raises(CheckpointError, match="32 finite numbers"):
         read_statistics(own, config, released.AUDIO, source="x", device=cpu)
 

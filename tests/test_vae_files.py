@@ -107,9 +107,7 @@ def audio(tmp_path_factory):
 
     torch.manual_seed(0)
     theirs = shaken(AutoencoderKLMiniMaxH3Audio(**AUDIO))
-    return theirs, *save(
-        tmp_path_factory.mktemp("audio"), comfy_audio(theirs.state_dict()), AUDIO, torch.float32
-    )
+    return theirs, *save(tmp_path_factory.mktemp("audio"), comfy_audio(theirs.state_dict()), AUDIO, torch.float32)
 
 
 def test_a_video_file_decodes_as_diffusers_does(video):
@@ -129,9 +127,7 @@ def test_a_video_file_decodes_as_diffusers_does(video):
 def test_the_encoder_is_not_read_unless_asked_for(video):
     theirs, path, config = video
     file = open_video_vae(path, config)
-    encoder = sum(
-        info.nbytes for name, info in file.tensors.items() if name.startswith(("encoder.", "quant_conv."))
-    )
+    encoder = sum(info.nbytes for name, info in file.tensors.items() if name.startswith(("encoder.", "quant_conv.")))
     before = file.file.bytes_read
     VideoVae.load(file, config, "cpu")
     decoder_read = file.file.bytes_read - before

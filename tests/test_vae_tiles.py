@@ -57,9 +57,7 @@ def test_windows_share_two_latents_and_the_shortest_video_repeats_its_last():
     assert [(chunk.latents, chunk.frames) for chunk in cut_time(2)] == [((0, 1, 1, 1, 1, 1, 1), 5)]
 
 
-@pytest.mark.parametrize(
-    ("latents", "legal"), [(0, "2 or 7"), (1, "2 or 7"), (6, "2 or 7"), (36, "32 or 37")]
-)
+@pytest.mark.parametrize(("latents", "legal"), [(0, "2 or 7"), (1, "2 or 7"), (6, "2 or 7"), (36, "32 or 37")])
 def test_other_latent_lengths_are_refused_with_the_nearest(latents, legal):
     with pytest.raises(RequestError, match=legal):
         cut_time(latents)

@@ -44,9 +44,7 @@ def _shapes(form: str) -> dict[str, tuple[int, ...]]:
     shapes = _biased("video_patch_proj", HIDDEN, 96) | _biased("audio_patch_proj", HIDDEN, 32)
     shapes |= _biased("condition_proj", HIDDEN, TEXT_DIM) | {"token_refiner.final_norm.weight": (HIDDEN,)}
     shapes |= _biased("final_layer.video_out", 96, HIDDEN) | _biased("final_layer.audio_out", 32, HIDDEN)
-    shapes |= _biased("final_layer.adaln_proj.linear", 2 * HIDDEN, width) | {
-        "final_layer.norm.weight": (HIDDEN,)
-    }
+    shapes |= _biased("final_layer.adaln_proj.linear", 2 * HIDDEN, width) | {"final_layer.norm.weight": (HIDDEN,)}
     for index in range(REFINER_LAYERS):
         shapes |= _block(f"token_refiner.blocks.{index}")
     for index in range(LAYERS):
@@ -102,9 +100,7 @@ def oracle_step(
     seen: dict[str, list[Tensor]] = {"hidden": [], "text": []}
     handles = [model.token_refiner.register_forward_hook(lambda m, i, o: seen["text"].append(o[0].clone()))]
     handles.append(
-        model.transformer_blocks[0].register_forward_pre_hook(
-            lambda m, i: seen["hidden"].append(i[0][0].clone())
-        )
+        model.transformer_blocks[0].register_forward_pre_hook(lambda m, i: seen["hidden"].append(i[0][0].clone()))
     )
     for block in model.transformer_blocks:
         handles.append(block.register_forward_hook(lambda m, i, o: seen["hidden"].append(o[0].clone())))

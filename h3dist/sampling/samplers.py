@@ -131,9 +131,7 @@ def _carry(sigma: float, gain: float) -> float:
     return gain + sigma * (1 - gain)
 
 
-def _carried_velocity(
-    audio: torch.Tensor, v_audio: torch.Tensor, sigma_a: float, gain: float
-) -> torch.Tensor:
+def _carried_velocity(audio: torch.Tensor, v_audio: torch.Tensor, sigma_a: float, gain: float) -> torch.Tensor:
     """u = (1 - k)·x_a + (1 + (k - 1)·sigma_a)·v with v noise-ward: noise minus k times the clean audio."""
     return (1 - gain) * audio - (1 + (gain - 1) * sigma_a) * v_audio
 
