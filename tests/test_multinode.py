@@ -1,4 +1,4 @@
-"""Two machines, as two torchrun agents that meet on loopback: each starts one rank, which is local rank 0 of its own."""
+"""Two machines, as two torchrun agents that meet on loopback: each starts one rank, its own local rank 0."""
 
 import json
 import os
