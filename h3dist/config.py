@@ -145,11 +145,10 @@ POSITIVE = (
     "parallel.dp",
     "parallel.sp",
     "parallel.tp",
-    "sampler.video_shift",
-    "sampler.audio_shift",
     "sampler.beta_a",
     "sampler.beta_b",
 )
+SHIFTS = ("sampler.video_shift", "sampler.audio_shift")
 NOT_FROM_TEXT = "name a file with --prompt-file or request.prompt_file=, or quote it: request.prompt='...'"
 
 
@@ -283,6 +282,9 @@ def _check_values(config: Config) -> None:
         value = _value(config, key)
         if value is not None and not 0 < value < float("inf"):
             raise ConfigError(f"{key}={value}: must be a finite number above 0")
+    for key in SHIFTS:
+        if not 0.001 <= _value(config, key) <= 1000:  # beyond, float32 sigmas run together or divide by zero
+            raise ConfigError(f"{key}={_value(config, key)}: must be from 0.001 to 1000")
     threads = config.runtime.threads
     if threads != "auto" and not (threads.isdecimal() and int(threads) > 0):
         raise ConfigError(f"runtime.threads={threads}: must be auto or a whole number above 0")

@@ -173,6 +173,7 @@ def test_options_of_the_run(run):
         (["--request", "no.json"], "No such file"),
         (["job=no.json"], "the launcher writes the job file"),
         (["runtime.timeout=inf"], "a finite number above 0"),
+        (["sampler.audio_shift=1e-30"], "from 0.001 to 1000"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
@@ -269,3 +270,14 @@ def test_plan_takes_what_generate_takes(monkeypatch, run):
     assert json.loads(run("plan", "--json")[2]) == {"world": 6}
     assert seen["request"]["prompt"] and seen["ahead"] == planner.Ahead()
     assert "96GiB or 80GB" in run("plan", "--gpu-memory", "96")[3]
+
+
+@pytest.mark.parametrize(
+    ("words", "near"),
+    [(["x", "--seed", "-1"], "2^32 - 1"), (["x", "--seed", "9" * 30], "2^32 - 1"), ([""], "DIR is empty")],
+    ids=["below", "beyond", "no folder"],
+)
+def test_tiny_refuses_before_it_writes(words, near, refused, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert near in refused("tiny", *words)
+    assert not list(tmp_path.iterdir())

@@ -129,6 +129,10 @@ def tiny(
 
     if form not in ("curve", "full"):
         raise ConfigError(f"--form {form}: must be curve or full{nearest(form, ('curve', 'full'))}")
+    if not 0 <= seed < 2**32:
+        raise ConfigError(f"--seed {seed}: must be a whole number from 0 to 2^32 - 1")
+    if not directory:
+        raise ConfigError("DIR is empty; name a folder, or . for this one")
     from h3dist.checkpoint.tiny import write_tiny
 
     for path in write_tiny(Path(directory), form=form, seed=seed).values():
