@@ -98,7 +98,7 @@ def test_on_a_gpu_latents_are_near_diffusers_on_the_cpu(sets, folder, case, dtyp
     overrides = overrides_of(tiny.paths, "sampler=official", "runtime.device=cuda", f"runtime.dtype={dtype}")
     seat = Seat(0, 1, None)
     with seat.stack:
-        errors = latent_errors(run_stages(seat, overrides, fields_of(CASES[case], folder), device="cuda"), wanted)
+        errors = latent_errors(run_stages(seat, overrides, fields_of(CASES[case], folder), device="cuda:0"), wanted)
     with capsys.disabled():
         print(f"\n{case}, {dtype} on a GPU: " + ", ".join(f"{name} {value:.1e}" for name, value in errors.items()))
     assert max(errors.values()) <= limit, errors
