@@ -9,14 +9,13 @@ import shutil
 import sys
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from types import FrameType
-from typing import Any, NoReturn
+from typing import Any
 
 from h3dist.config import Config, compose
 from h3dist.errors import PlanError
 from h3dist.job import make_job, write_job
 from h3dist.plan import Layout
-from h3dist.processes import Outcome, launch_ranks, on_signals
+from h3dist.processes import Outcome, launch_ranks, leave, on_signals
 from h3dist.topology import threads_per_rank, visible_devices
 from h3dist.torchrun import run_folder, torchrun
 
@@ -44,7 +43,7 @@ def run_generate(job: Job) -> int:
     """
     from h3dist.planner import decide_run
 
-    with on_signals(_exit):
+    with on_signals(leave):
         config = compose(job.overrides)
         made = make_job(config, job.request, job.output, job.inputs)
         decision = decide_run(config, made["request"], job.gpus)
@@ -97,8 +96,3 @@ def report(outcome: Outcome, folder: Path, world: int, verbose: bool) -> int:
         print(trace.read_text(errors="replace"), file=sys.stderr, end="")
     print(f"h3dist: logs of this run: {folder}", file=sys.stderr)
     return outcome.exit_code
-
-
-def _exit(number: int, frame: FrameType | None) -> NoReturn:
-    """A signal handler: end this process by the usual clean-up, with the exit code that a shell expects."""
-    raise SystemExit(128 + number)

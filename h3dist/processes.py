@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
+from typing import NoReturn
 
 from h3dist.errors import RankError
 from h3dist.outputs import remove
@@ -86,6 +87,11 @@ def on_signals(handler: Callable[[int, FrameType | None], object]) -> Iterator[N
     finally:
         for number, handler_before in before.items():
             signal.signal(number, handler_before)
+
+
+def leave(number: int, frame: FrameType | None) -> NoReturn:
+    """A signal handler: end this process by the usual clean-up, with the exit code that a shell expects."""
+    raise SystemExit(128 + number)
 
 
 def _watch(

@@ -2,6 +2,8 @@
 
 import os
 import shlex
+import shutil
+import signal
 import struct
 import subprocess
 import sys
@@ -19,6 +21,7 @@ from h3dist.checkpoint.tiny import write_tiny
 from h3dist.cli.commands import main
 from h3dist.errors import CheckpointError, H3Error, NumericsError, OutputError
 from h3dist.topology import Ranks
+from h3dist.vae import VideoVae
 
 REQUEST = {"prompt": "A boat.", "width": 64, "height": 64, "frames": 22, "steps": 2, "seed": 7}
 STAGES = {  # stage: where it breaks
@@ -114,9 +117,9 @@ def small_disk(path: Path, kibibytes: int):
 
 @pytest.fixture(scope="module")
 def film(paths, tmp_path_factory) -> Path:
-    """The film of a run that went well."""
+    """The film of a run that went well, beside its latents."""
     folder = tmp_path_factory.mktemp("well")
-    alone(prepare_run(paths, REQUEST, folder))
+    alone(prepare_run(paths, REQUEST, folder, latents="l.safetensors"))
     return folder / "o.mp4"
 
 
@@ -149,6 +152,19 @@ def test_latents_outlive_a_decode_that_fails_and_are_finished_from(paths, film, 
     assert (out / "o.mp4").read_bytes() == film.read_bytes()
     assert capsys.readouterr().out == f"{out}/o.mp4\n"
     assert sorted(path.name for path in out.iterdir()) == ["o.json", "o.latents.safetensors", "o.mp4"]
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_decode_that_is_stopped_leaves_nothing(number, code, paths, film, tmp_path, monkeypatch):
+    def stopped(*_):
+        os.kill(os.getpid(), number)
+        yield from ()
+
+    shutil.copy(film.with_name("l.safetensors"), tmp_path / "x.latents.safetensors")
+    monkeypatch.setattr(VideoVae, "decode", stopped)
+    monkeypatch.chdir(tmp_path)
+    assert type_words(monkeypatch, "decode", "x.latents.safetensors", *overrides(paths)) == code
+    assert [path.name for path in tmp_path.iterdir()] == ["x.latents.safetensors"]
 
 
 def test_a_full_disk_is_named_and_what_fits_of_the_latents_is_kept(paths, tmp_path):

@@ -101,10 +101,12 @@ def decode(
     from h3dist import deliver
     from h3dist.cli.typed import output_options
     from h3dist.config import compose
+    from h3dist.processes import leave, on_signals
 
     overrides = words or []
     chosen = output_options(overrides, output, no_clobber)
-    typer.echo(deliver.decode_file(compose(overrides), Path(file), chosen))
+    with on_signals(leave):  # so that no temporary file outlives a signal
+        typer.echo(deliver.decode_file(compose(overrides), Path(file), chosen))
 
 
 @app.command()
