@@ -41,7 +41,10 @@ def _load(path: Path | str) -> "dict[str, torch.Tensor]":
     try:
         return load_file(str(path))
     except (OSError, SafetensorError) as error:
-        raise RequestError(f"cannot read {path} as a safetensors file: {error}") from error
+        raise RequestError(
+            f"cannot read {path} as a safetensors file: {error}; what is compared are files that output.latents, "
+            "output.intermediates or output.trace named"
+        ) from error
 
 
 def _differences(first: "dict[str, torch.Tensor]", second: "dict[str, torch.Tensor]") -> Iterator[Difference]:

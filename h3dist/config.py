@@ -148,7 +148,6 @@ POSITIVE = (
     "sampler.beta_a",
     "sampler.beta_b",
 )
-SHIFTS = ("sampler.video_shift", "sampler.audio_shift")
 NOT_FROM_TEXT = "name a file with --prompt-file or request.prompt_file=, or quote it: request.prompt='...'"
 
 
@@ -282,7 +281,7 @@ def _check_values(config: Config) -> None:
         value = _value(config, key)
         if value is not None and not 0 < value < float("inf"):
             raise ConfigError(f"{key}={value}: must be a finite number above 0")
-    for key in SHIFTS:
+    for key in ("sampler.video_shift", "sampler.audio_shift"):
         if not 0.001 <= _value(config, key) <= 1000:  # beyond, float32 sigmas run together or divide by zero
             raise ConfigError(f"{key}={_value(config, key)}: must be from 0.001 to 1000")
     threads = config.runtime.threads

@@ -2,6 +2,7 @@
 
 import sys
 import time
+from contextlib import suppress
 from types import TracebackType
 
 from rich.console import Console
@@ -40,7 +41,8 @@ class Steps:
         if self._bar:
             self._bar.update(self._task, advance=1, speed=self._speed())
         elif self._shown:
-            print(f"h3dist: step {len(self.seconds)}/{self.total}, {self._speed()}", file=sys.stderr, flush=True)
+            with suppress(OSError):  # hours of work do not end because a log is full or its reader left
+                print(f"h3dist: step {len(self.seconds)}/{self.total}, {self._speed()}", file=sys.stderr, flush=True)
 
     def _speed(self) -> str:
         """Seconds a step without the first, which warms up, and the time left at that rate."""
