@@ -142,11 +142,11 @@ class Break:
         return replace(self, late=False)
 
 
-def run_whole(seat: Any, run: Run, broken: Break) -> None:
+def run_whole(seat: Any, run: Run, broken: Break | None = None) -> None:
     """`pipeline.run` as a rank calls it, with something broken. A text encoder that says nothing saves its import."""
     one_core(seat.rank)
     ranks = Ranks(seat.rank, seat.rank, seat.world, seat.world)
-    changes = {"TextEncoder": Mute} | ({broken.name: broken} if seat.rank == broken.rank else {})
+    changes = {"TextEncoder": Mute} | ({broken.name: broken} if broken and seat.rank == broken.rank else {})
     with ExitStack() as stack:
         for name, value in changes.items():
             stack.enter_context(mock.patch.object(pipeline, name, value))

@@ -99,6 +99,15 @@ def test_nan_from_the_model_names_stream_and_step(name, stream, paths, tmp_path)
     assert not list((tmp_path / "out").iterdir())
 
 
+def test_ranks_that_fail_together_have_one_cause(paths, world, tmp_path):
+    denoiser = with_nan(paths["denoiser"], tmp_path / "nan.safetensors", "blocks.1.norm1.weight")
+    run = prepare_run(paths, REQUEST, tmp_path, f"model.denoiser={denoiser}")
+    first, second = (end.error for end in world.outcomes(run_whole, run, limit=200))
+    assert type(first) is type(second) is NumericsError
+    own, told = (first, second) if first.rank is None else (second, first)
+    assert own.rank is None and told.rank is not None and str(own) in str(told)
+
+
 # --- a decode that fails
 
 
