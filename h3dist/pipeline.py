@@ -159,7 +159,7 @@ def start(site: Site, job: Mapping[str, Any] | None, dfile: DenoiserFile) -> Sta
 def read_job(site: Site, job: Mapping[str, Any] | None) -> dict[str, Any]:
     """Rank 0 alone: the request, the other checkpoints' headers, the prompt's tokens."""
     assert job is not None, "rank 0 has the job"
-    resolved = replace(read_request(site.config, job["request"]), notes=tuple(job["notes"]))
+    resolved = replace(read_request(site.config, job["request"]), notes=tuple(job.get("notes", ())))
     slots = open_slots(site.config.model)
     tokenizer = load_tokenizer(site.config.model.tokenizer)
     presentation = present(read_aloud(site.config, resolved), partial(tokenize, tokenizer))
