@@ -82,13 +82,14 @@ class Process:
             remove(self.parts)
             self.reporter.failed(error)
         finally:
-            _leave(describe(error, 0, None).exit_code)
+            end_process(describe(error, 0, None).exit_code)
 
-    def finish(self) -> None:
-        """Report success; from now on a signal ends the process quietly."""
+    def finish(self) -> NoReturn:
+        """Report success and leave; from now on a signal ends the process quietly."""
         with self.ending:
             self.reporter.done()
             self.finished.set()
+        end_process(0)
 
     def watch(self) -> None:
         """The signal thread: wait for a signal, or for whoever started this process to be gone, and leave."""
@@ -101,14 +102,14 @@ class Process:
                 remove(self.parts)
                 self.reporter.stopped()
         finally:
-            _leave(0 if self.finished.is_set() else 128 + (received.si_signo if received else signal.SIGHUP))
+            end_process(0 if self.finished.is_set() else 128 + (received.si_signo if received else signal.SIGHUP))
 
 
-def run(work: Callable[[], None], ranks: Ranks, status_dir: str | None, parts: list[str]) -> None:
-    """Do a rank's `work` and report on it: to `status_dir` if a launcher reads one, else on the terminal.
+def run(work: Callable[[], None], ranks: Ranks, status_dir: str | None, parts: list[str]) -> NoReturn:
+    """Do a rank's `work`, report on it, to `status_dir` if a launcher reads one, else on the terminal, and leave.
 
-    Returns when the work is done. Where it raises, a signal comes or the launcher vanishes, the process
-    removes the temporary files `parts` and ends.
+    Where the work raises, a signal comes or the launcher vanishes, the process removes the temporary files
+    `parts` before it ends.
     """
     signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # before any thread exists, so that all inherit it
     reporter = StatusFile.of(status_dir, ranks.rank) if status_dir else Terminal(ranks)
@@ -135,7 +136,8 @@ def _abandoned(ranks: Ranks, status_dir: str | None) -> Callable[[], bool]:
     return lambda: orphaned() or let_go()
 
 
-def _leave(code: int) -> NoReturn:
+def end_process(code: int) -> NoReturn:
+    """Leave at once with an exit code, past the teardown of threads, which can hang, or abort what went well."""
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()

@@ -91,3 +91,10 @@ def test_a_child_ends_without_its_parent():
     code += "a.sleep = lambda: iter([time.sleep(60) or {}]); child.main('1', 'sleep')"
     ended = run_children([Child((sys.executable, "-c", code))], 30, Event())[0]
     assert ended.why(30).startswith("ended by SIGALRM")
+
+
+def test_a_child_leaves_past_a_teardown_that_hangs():
+    code = "import atexit, time; atexit.register(time.sleep, 60)\n"
+    code += "from h3dist.doctor.child import main; main('30', 'torch')"
+    (ended,) = run_children([Child((sys.executable, "-c", code))], 30, Event())
+    assert ended.fine and ended.said

@@ -8,9 +8,10 @@ import json
 import signal
 import sys
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NoReturn
 
 from h3dist.errors import H3Error
+from h3dist.workers import end_process
 
 TASKS = {  # task: the module whose function of that name gives what to print
     "machine": "h3dist.doctor.asks",
@@ -23,8 +24,8 @@ TASKS = {  # task: the module whose function of that name gives what to print
 EXTRA_SECONDS = 10
 
 
-def main(seconds: str, task: str, *arguments: str) -> None:
-    """Do a task; what it yields is printed at once, so that whatever comes before a hang is known."""
+def main(seconds: str, task: str, *arguments: str) -> NoReturn:
+    """Do a task and leave; what it yields is printed at once, so that whatever comes before a hang is known."""
     signal.alarm(int(float(seconds)) + EXTRA_SECONDS)
     work: Callable[..., Iterator[dict[str, Any]]] = getattr(importlib.import_module(TASKS[task]), task)
     try:
@@ -32,7 +33,8 @@ def main(seconds: str, task: str, *arguments: str) -> None:
             print(json.dumps(said), flush=True)
     except H3Error as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
-        sys.exit(1)
+        end_process(1)
+    end_process(0)
 
 
 if __name__ == "__main__":
