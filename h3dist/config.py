@@ -69,6 +69,15 @@ class AttentionConfig:
 
 
 @dataclass
+class ExchangeConfig:
+    """How heads move between the ranks of a sequence group."""
+
+    variant: str = "auto"  # heads: q, k and v move; hidden: all rows do, before the projection
+    groups: str = "auto"  # groups of heads, one of which moves while another is attended to
+    codec: str = "none"  # int8: codes and a scale a block, which is approximate
+
+
+@dataclass
 class SamplerConfig:
     """The noise schedule, the steps along it, and the order in which noise is drawn."""
 
@@ -122,6 +131,7 @@ class Config:
     runtime: RuntimeConfig = field(default_factory=RuntimeConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     attention: AttentionConfig = field(default_factory=AttentionConfig)
+    exchange: ExchangeConfig = field(default_factory=ExchangeConfig)
     sampler: SamplerConfig = field(default_factory=SamplerConfig)
     output: OutputConfig = field(default_factory=OutputConfig)
     request: RequestConfig = field(default_factory=RequestConfig)
@@ -135,6 +145,8 @@ CHOICES: Mapping[str, tuple[str, ...]] = {
     "runtime.dtype": ("auto", "float32", "bfloat16"),
     "runtime.backend": ("auto", "nccl", "gloo"),
     "parallel.mode": ("auto", "single", "ulysses", "tensor", "hybrid"),
+    "exchange.variant": ("auto", "heads", "hidden"),
+    "exchange.codec": ("none", "int8"),
     "sampler.schedule": ("simple", "beta", "official"),
     "sampler.sampler": ("euler", "res_multistep"),
     "sampler.noise": ("comfy", "official"),
@@ -284,9 +296,10 @@ def _check_values(config: Config) -> None:
     for key in ("sampler.video_shift", "sampler.audio_shift"):
         if not 0.001 <= _value(config, key) <= 1000:  # beyond, float32 sigmas run together or divide by zero
             raise ConfigError(f"{key}={_value(config, key)}: must be from 0.001 to 1000")
-    threads = config.runtime.threads
-    if threads != "auto" and not (threads.isdecimal() and int(threads) > 0):
-        raise ConfigError(f"runtime.threads={threads}: must be auto or a whole number above 0")
+    for key in ("runtime.threads", "exchange.groups"):
+        count = _value(config, key)
+        if count != "auto" and not (count.isdecimal() and int(count) > 0):
+            raise ConfigError(f"{key}={count}: must be auto or a whole number above 0")
 
 
 def _value(config: Config, key: str) -> Any:

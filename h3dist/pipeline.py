@@ -169,7 +169,8 @@ def read_job(site: Site, job: Mapping[str, Any] | None) -> dict[str, Any]:
 
 def agree_on_setting(site: Site, dfile: DenoiserFile) -> None:
     """Every rank runs the same code with the same configuration on the same denoiser. Raises `RankError`."""
-    shared = {part: asdict(getattr(site.config, part)) for part in ("runtime", "parallel", "attention", "sampler")}
+    parts = "runtime", "parallel", "attention", "exchange", "sampler"
+    shared = {part: asdict(getattr(site.config, part)) for part in parts}
     site.comm.same("the version of h3dist", __version__)
     site.comm.same("the version of torch", torch.__version__)
     site.comm.same("the configuration", shared)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from h3dist.config import Config
 from h3dist.errors import ConfigError
 from h3dist.material import conditions_of
-from h3dist.plan import Layout, Plan, fp4_linears, make_plan, released_dims
+from h3dist.plan import Layout, Plan, choose_exchange, fp4_linears, make_plan, released_dims
 from h3dist.request import Resolved
 from h3dist.sampling.schedules import evaluations
 from h3dist.text.presentation import Piece, pieces
@@ -109,6 +109,7 @@ def plan_on(
         amax=amax,
         files=dict(facts.sizes),
         conditions=conditions_of(resolved, config.sampler.noise),
+        exchange=choose_exchange(**vars(config.exchange)),
         **options,
     )
 

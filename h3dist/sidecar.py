@@ -42,7 +42,7 @@ def describe_run(
     So is then the configuration of what was not done: this run's sampler did not make those latents.
     """
     # the request stands at the top; output and job name this run's files
-    left_out = {"request", "job", "output"} | (set() if plan else {"parallel", "attention", "sampler"})
+    left_out = {"request", "job", "output"} | (set() if plan else {"parallel", "attention", "exchange", "sampler"})
     settings = {part: values for part, values in asdict(config).items() if part not in left_out}
     return {
         "h3dist": __version__,

@@ -1,5 +1,6 @@
 """Plans: how ranks share a run, and what that costs in bytes, before any work. Imports no torch."""
 
+from h3dist.plan.exchange import ExchangePlan, choose_exchange
 from h3dist.plan.fit import check_memory, fits
 from h3dist.plan.layout import (
     MODES,
@@ -18,11 +19,13 @@ from h3dist.plan.weights import fp4_linears, released_dims
 __all__ = [
     "LABELS",
     "MODES",
+    "ExchangePlan",
     "Layout",
     "Plan",
     "Share",
     "Span",
     "check_memory",
+    "choose_exchange",
     "ffn_split",
     "fits",
     "fp4_linears",

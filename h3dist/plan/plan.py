@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from h3dist.conditions import Condition, kept_shapes
 from h3dist.errors import ConfigError, nearest
 from h3dist.geometry import Geometry
+from h3dist.plan.exchange import PLAIN, ExchangePlan
 from h3dist.plan.layout import Layout, Span, ffn_split, split_heads, split_rows
 from h3dist.plan.memory import CUDA_RESERVE, Stored, estimate, weight_bytes
 from h3dist.plan.traffic import ELEMENT_BYTES, Work, sent
@@ -54,6 +55,7 @@ class Plan:
     steps: int  # evaluations of the model
     dtype: str
     attention: str
+    exchange: ExchangePlan  # as asked for, whatever the layout
     fp4: int  # linears computed in FP4, all blocks together
     amax: int  # those of them whose activation scale all ranks agree on
     stored: Stored
@@ -104,6 +106,7 @@ def make_plan(
     files: dict[str, int] | None = None,
     reserve: int = CUDA_RESERVE,
     conditions: tuple[Condition, ...] = (),
+    exchange: ExchangePlan = PLAIN,
 ) -> Plan:
     """The plan of `resolved` for a presentation of `text_rows` tokens, with `conditions`, on `layout`.
 
@@ -111,7 +114,7 @@ def make_plan(
     assumed); `mode` is what the user asked for; `fp4` counts the linears whose activations are quantised too,
     `amax` those of them that need all ranks to agree on a scale (see `weights.fp4_linears`); `files` gives the
     bytes of "text_encoder", "video_vae" and "audio_vae" where known; `reserve` is what a process takes before
-    anything of ours, in bytes. Raises PlanError and ConfigError.
+    anything of ours, in bytes; `exchange` says how heads move over sp. Raises PlanError and ConfigError.
     """
     if dtype not in ELEMENT_BYTES:
         raise ConfigError(f"runtime.dtype={dtype!r}{nearest(dtype, ELEMENT_BYTES)}; use {' or '.join(ELEMENT_BYTES)}")
@@ -133,6 +136,7 @@ def make_plan(
         steps=steps,
         dtype=dtype,
         attention=attention,
+        exchange=exchange,
         fp4=fp4,
         amax=amax,
         stored=stored,

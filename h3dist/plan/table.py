@@ -51,9 +51,10 @@ def _heading(plan: "Plan") -> str:
     sound = g.audio_rows
     kept = sum(condition.video_rows + condition.audio_rows for condition in plan.conditions)
     conditions = f"{kept} conditions + " if kept else ""
+    moved = f", exchange {plan.exchange}" if plan.layout.sp > 1 else ""
     return (
         f"{asked}: {plan.layout.world} rank{'s' * (plan.layout.world > 1)}, {plan.layout}; {plan.dtype}, "
-        f"attention {plan.attention}, {plan.steps} evaluations\n"
+        f"attention {plan.attention}, {plan.steps} evaluations{moved}\n"
         f"{g.width} x {g.height}, {g.frames} frames ({g.seconds:.2f} s): {plan.rows} rows = "
         f"{plan.text_rows} text + {conditions}{sound} sound + {g.video_rows} video; {plan.chunk} a rank"
     )

@@ -1,0 +1,55 @@
+"""How q, k, v and the attention's output go between the ranks of a sequence group: the variant, groups and codec.
+
+heads   each rank projects its rows to all heads of its tp share; q, k and v then go to the ranks of their heads
+hidden  each rank gathers the modulated rows of all ranks of the request, and projects all of them to its own heads
+
+Either way the output goes back to its rows. With `groups` > 1 a rank's heads go and come in as many groups, one
+while attention works on another. The codec "int8" sends codes and a scale a block: approximate, only where asked for.
+Where sp is 1 no heads move, and all of this is one and the same.
+"""
+
+from dataclasses import dataclass
+
+from h3dist.errors import ConfigError, nearest
+from h3dist.plan.layout import Layout
+
+VARIANTS = ("heads", "hidden")
+CODECS = ("none", "int8")
+AUTO = "auto"
+
+
+@dataclass(frozen=True)
+class ExchangePlan:
+    """How heads move over sp."""
+
+    variant: str = "heads"
+    groups: int = 1
+    codec: str = "none"
+
+    def __post_init__(self) -> None:
+        for name, choices in (("variant", VARIANTS), ("codec", CODECS)):
+            value = getattr(self, name)
+            if value not in choices:
+                raise ConfigError(f"exchange.{name}={value}: use {' or '.join(choices)}{nearest(value, choices)}")
+        if self.groups < 1:
+            raise ConfigError(f"exchange.groups={self.groups}: the least is 1")
+
+    def hidden_on(self, layout: Layout) -> bool:
+        """Whether a run on `layout` gathers hidden rows in the place of moving q, k and v."""
+        return self.variant == "hidden" and layout.sp > 1
+
+    def __str__(self) -> str:
+        coded = "" if self.codec == "none" else f" as {self.codec} codes (approximate)"
+        return f"{self.variant} in {self.groups} group{'s' * (self.groups > 1)}{coded}"
+
+
+PLAIN = ExchangePlan()
+
+
+def choose_exchange(variant: str, groups: str, codec: str) -> ExchangePlan:
+    """What the configuration's `exchange` means; "auto" is the plain way: heads, in one group. Raises ConfigError."""
+    return ExchangePlan(
+        variant=VARIANTS[0] if variant == AUTO else variant,
+        groups=1 if groups == AUTO else int(groups),
+        codec=codec,
+    )
