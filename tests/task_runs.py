@@ -144,9 +144,9 @@ def latent_errors(found: dict[str, Any], wanted: pipeline_oracle.Official) -> di
 def output_errors(paths: dict[str, Path], found: dict[str, Any], wanted: pipeline_oracle.Official) -> dict[str, float]:
     """Relative errors of frames in [0, 1], before they are rounded to levels, and of the sound."""
     from h3dist.checkpoint.comfy import open_audio_vae, open_video_vae
+    from h3dist.tiles import cut_video
     from h3dist.vae import AudioVae, VideoVae
     from h3dist.vae.blend import blend
-    from h3dist.vae.tiles import cut_video
     from h3dist.vae.video import PIXEL_MEAN, PIXEL_STD
 
     vae = VideoVae.load(open_video_vae(paths["video_vae"]), paths["video_vae_config"], "cpu")

@@ -9,7 +9,7 @@ import pytest
 
 PACKAGE = Path(__file__).parent.parent / "h3dist"
 LAYERS = [
-    {"errors", "geometry", "conditions", "fitting", "status", "outputs"},
+    {"errors", "geometry", "conditions", "fitting", "status", "outputs", "tiles", "spread"},
     {"request", "config"},
     {"topology", "packing", "checkpoint"},
     {"plan"},

@@ -10,9 +10,9 @@ import torch
 
 from h3dist.errors import CheckpointError, ConfigError, NumericsError, RequestError
 from h3dist.geometry import latent_frames, legal_frames
+from h3dist.tiles import cut_video
 from h3dist.vae import AudioVae, VideoVae, released
 from h3dist.vae.blend import blend
-from h3dist.vae.tiles import cut_video
 from h3dist.vae.video import PIXEL_MEAN, PIXEL_STD, _half_dtype, to_frames
 from h3dist.vae.weights import read_config, read_statistics
 

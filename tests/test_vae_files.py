@@ -8,9 +8,9 @@ from safetensors.torch import save_file
 
 from h3dist.checkpoint.comfy import open_audio_vae, open_video_vae
 from h3dist.errors import CheckpointError, ConfigError
+from h3dist.tiles import cut_video
 from h3dist.vae import AudioVae, VideoVae
 from h3dist.vae.blend import blend
-from h3dist.vae.tiles import cut_video
 
 STATISTICS = ("latents_mean", "latents_std")
 VIDEO = {

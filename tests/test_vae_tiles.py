@@ -4,7 +4,7 @@ import pytest
 
 from h3dist.errors import RequestError
 from h3dist.geometry import latent_frames, legal_frames
-from h3dist.vae.tiles import HEAD, TAIL, cut_axis, cut_time, cut_video
+from h3dist.tiles import HEAD, TAIL, cut_axis, cut_time, cut_video
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from itertools import islice
 import torch
 
 from h3dist.geometry import CHUNK_FRAMES, TAIL_FRAMES
-from h3dist.vae.tiles import Axis, Cuts
+from h3dist.tiles import Axis, Cuts
 
 FRAMES, ROWS, COLS = -3, -2, -1  # axes of a tile
 

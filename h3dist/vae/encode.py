@@ -9,8 +9,8 @@ from torch import Tensor
 
 from h3dist.errors import NumericsError
 from h3dist.geometry import CHUNK_FRAMES, CHUNK_LATENTS, TAIL_LATENTS
+from h3dist.tiles import Axis, cut_axis
 from h3dist.vae.blend import stitch
-from h3dist.vae.tiles import Axis, cut_axis
 from h3dist.vae.video import PIXEL_MEAN, PIXEL_STD, VideoVae
 
 SAMPLE_SEED = 42  # of the official posterior sample, whatever the request's own seed

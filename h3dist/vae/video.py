@@ -1,6 +1,6 @@
 """The video VAE: latents to frames in diffusers' modules, with our own driver of chunks and tiles.
 
-Decoding is three steps that can live on different ranks: cut (`tiles.cut_video`), decode one job
+Decoding is three steps that can live on different ranks: cut (`h3dist.tiles`), decode one job
 (`decode_job`, the only step that needs weights), blend the results in serial order (`blend.blend`).
 """
 
@@ -15,10 +15,10 @@ from torch import nn
 
 from h3dist.errors import ConfigError, NumericsError, RequestError
 from h3dist.geometry import CHUNK_FRAMES, CHUNK_LATENTS, LATENT_PIXELS, TAIL_LATENTS
+from h3dist.tiles import HEAD, RAW_FRAMES, TAIL, Cuts, Job, cut_video
 from h3dist.vae import released
 from h3dist.vae.blend import blend
 from h3dist.vae.exact import exact_convolutions
-from h3dist.vae.tiles import HEAD, RAW_FRAMES, TAIL, Cuts, Job, cut_video
 from h3dist.vae.weights import Statistics, fill, keep_float32, read_config, read_statistics, stored_statistics
 
 if TYPE_CHECKING:
