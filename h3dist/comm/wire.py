@@ -1,6 +1,6 @@
 """The collectives of one group of ranks, over gloo or NCCL: labelled, counted, and bounded in time.
 
-Every tensor that moves between ranks moves in one of the four methods here. They give what the group's
+Every tensor that moves between ranks moves in one of the methods here. They give what the group's
 ranks, in their order, would give if laid end to end, and they count what this rank sends to the others by
 the label.
 """
@@ -11,6 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -61,6 +62,16 @@ class Wire(ABC):
         self._begin(label, (x.numel() - out[own]) * x.element_size())
         return self._exchange(label, x.flatten(), list(out), list(into))
 
+    def all_to_all_later(self, label: str, x: Tensor, out: Sequence[int], into: Sequence[int]) -> Callable[[], Tensor]:
+        """As `all_to_all`, but begun only: what it gives waits for the others' pieces and gives them, once called.
+
+        Every rank begins such exchanges in one order, and waits for all of them.
+        """
+        own = self.group.index
+        assert x.is_contiguous() and sum(out) == x.numel() and out[own] == into[own], (out, into, x.shape)
+        self._begin(label, (x.numel() - out[own]) * x.element_size())
+        return self._start(label, x.flatten(), list(out), list(into))
+
     def reduce_scatter(self, label: str, x: Tensor) -> Tensor:
         """The sum over ranks of x [size * r, ...], of which each rank gets its own r rows."""
         self._begin(label, x.nbytes // self.group.size * (self.group.size - 1))
@@ -85,10 +96,11 @@ class Wire(ABC):
     def _late(self) -> str:
         return f"not done within {self.group.limit:g} s"
 
-    def _wait(self, label: str, done: Callable[[], bool]) -> None:
-        """Asks `done`, which waits a little itself, until it holds, the run fails, or the time is up."""
+    def _wait(self, label: str, done: Callable[[], bool], pause: float = 0.0) -> None:
+        """Asks `done`, `pause` seconds apart, until it holds, the run fails, or the time is up."""
         deadline = time.monotonic() + self.group.limit
         while not done():
+            time.sleep(pause)
             self.group.board.check()
             if time.monotonic() > deadline:
                 raise self._lost(label, self._late())
@@ -97,6 +109,8 @@ class Wire(ABC):
     def _gather(self, label: str, x: Tensor) -> Tensor: ...
     @abstractmethod
     def _exchange(self, label: str, x: Tensor, out: list[int], into: list[int]) -> Tensor: ...
+    @abstractmethod
+    def _start(self, label: str, x: Tensor, out: list[int], into: list[int]) -> Callable[[], Tensor]: ...
     @abstractmethod
     def _reduce(self, label: str, x: Tensor) -> Tensor: ...
     @abstractmethod
@@ -116,10 +130,19 @@ class GlooWire(Wire):
         return _from_bytes(all_of_it, x).view(self.group.size * x.shape[0], *x.shape[1:])
 
     def _exchange(self, label: str, x: Tensor, out: list[int], into: list[int]) -> Tensor:
+        return self._start(label, x, out, into)()
+
+    def _start(self, label: str, x: Tensor, out: list[int], into: list[int]) -> Callable[[], Tensor]:
         mine, size = _to_bytes(x), x.element_size()
         theirs = mine.new_empty(sum(into) * size)
-        self._run(label, dist.all_to_all_single, theirs, mine, [n * size for n in into], [n * size for n in out])
-        return _from_bytes(theirs, x)
+        cuts = [n * size for n in into], [n * size for n in out]
+        work = dist.all_to_all_single(theirs, mine, *cuts, group=self.group.handle, async_op=True)
+
+        def finish() -> Tensor:
+            self._finish(label, work)
+            return _from_bytes(theirs, x)
+
+        return finish
 
     def _reduce(self, label: str, x: Tensor) -> Tensor:
         """An all-to-all and a float32 sum in the order of the ranks: gloo's own reduce-scatter sends twice as much."""
@@ -135,8 +158,11 @@ class GlooWire(Wire):
         return _from_bytes(whole, x).view(x.shape)
 
     def _run(self, label: str, collective: Callable[..., dist.Work], *arguments: Any) -> None:
-        """Starts a collective and waits for it, looking at the board now and then."""
-        work = collective(*arguments, group=self.group.handle, async_op=True)
+        """Starts a collective and waits for it."""
+        self._finish(label, collective(*arguments, group=self.group.handle, async_op=True))
+
+    def _finish(self, label: str, work: dist.Work) -> None:
+        """Waits for a collective that was started, looking at the board now and then."""
 
         def done() -> bool:
             try:
@@ -164,14 +190,7 @@ class NcclWire(Wire):
         """Waits on the host until the device has done all that was begun."""
         event = torch.cuda.Event()
         event.record()
-
-        def done() -> bool:
-            if not event.query():
-                time.sleep(0.0005)
-                return False
-            return True
-
-        self._wait(label, done)
+        self._wait(label, event.query, pause=0.0005)
         self.group.board.expect(None)
 
     def _begin(self, label: str, count: int) -> None:
@@ -189,6 +208,19 @@ class NcclWire(Wire):
         self._run(label, dist.all_to_all_single, theirs, x, into, out)
         return theirs
 
+    def _start(self, label: str, x: Tensor, out: list[int], into: list[int]) -> Callable[[], Tensor]:
+        """On NCCL's own stream, beside what the device computes; `x` is kept until then."""
+        theirs = x.new_empty(sum(into))
+        work = self._run(label, partial(dist.all_to_all_single, async_op=True), theirs, x, into, out)
+
+        def finish() -> Tensor:
+            self._wait(label, work.is_completed, pause=0.0005)
+            work.wait()  # what is computed from now on comes after it
+            self.group.board.expect(None)
+            return theirs
+
+        return finish
+
     def _reduce(self, label: str, x: Tensor) -> Tensor:
         mine = x.new_empty(x.shape[0] // self.group.size, *x.shape[1:])
         self._run(label, _reduce_scatter, mine, x)
@@ -198,9 +230,9 @@ class NcclWire(Wire):
         self._run(label, dist.broadcast, x, self.group.ranks[0])
         return x
 
-    def _run(self, label: str, collective: Callable[..., Any], *arguments: Any) -> None:
+    def _run(self, label: str, collective: Callable[..., Any], *arguments: Any) -> Any:
         try:
-            collective(*arguments, group=self.group.handle)
+            return collective(*arguments, group=self.group.handle)
         except (dist.DistBackendError, dist.DistNetworkError) as error:
             raise self._lost(label, in_short(error)) from None
 
