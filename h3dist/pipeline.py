@@ -39,6 +39,7 @@ from h3dist.packing import pack as pack_sequence
 from h3dist.plan import Layout, Plan, check_memory, make_layout
 from h3dist.preflight import Facts, compute_dtype, facts_of, plan_on, read_aloud
 from h3dist.progress import Steps
+from h3dist.relief import cuts
 from h3dist.request import Resolved
 from h3dist.sampling.noise import draw
 from h3dist.sampling.samplers import sample
@@ -183,7 +184,8 @@ def plan_for(site: Site, resolved: Resolved, facts: Facts) -> Plan:
     plan = plan_on(site.config, resolved, facts, site.comm.layout, device=site.device.type, capability=capability)
     free = free_memory(site.device, site.ranks)
     if free is not None:
-        check_memory(plan, [free] * plan.layout.world)
+        smaller = cuts(resolved, site.config.sampler.noise, facts.text_rows)
+        check_memory(plan, [free] * plan.layout.world, smaller)
     return plan
 
 

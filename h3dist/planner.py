@@ -19,6 +19,7 @@ from h3dist.plan.explain import as_dict, count_words, reasons
 from h3dist.plan.machine import Machine
 from h3dist.plan.rates import load_rates
 from h3dist.preflight import Facts, facts_ahead, facts_of, plan_on, read_aloud, worth_telling
+from h3dist.relief import cuts
 from h3dist.request import Resolved
 from h3dist.text.tokenizer import count_tokens
 from h3dist.topology import free_host_memory, load_topology, read_topology, visible_devices
@@ -209,5 +210,6 @@ def _decide(config: Config, resolved: Resolved, facts: Facts, machine: Machine, 
     choice = choose(Weigher(plan(fixed or Layout()), machine, load_rates()), numbers, fixed)
     made = plan(choice.taken.layout)
     if machine.known:
-        check_memory(made, machine.free(choice.taken.seats))
+        smaller = cuts(resolved, config.sampler.noise, facts.text_rows)
+        check_memory(made, machine.free(choice.taken.seats), smaller)
     return Decision(made, choice, ())

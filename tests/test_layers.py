@@ -15,7 +15,7 @@ LAYERS = [
     {"plan"},
     {"comm", "attention"},
     {"model", "sampling", "text", "vae", "media", "saved", "compare"},
-    {"preflight", "planner", "intake", "material", "job", "site", "progress", "sidecar"},
+    {"preflight", "planner", "relief", "intake", "material", "job", "site", "progress", "sidecar"},
     {"deliver", "conditioning", "tiny"},
     {"pipeline"},
     {"workers", "processes", "torchrun"},

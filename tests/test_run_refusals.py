@@ -81,10 +81,14 @@ def test_memory_that_is_too_small_names_a_layout_that_is_taken(run):
     assert taken and run(*asked, *options, *taken, tiny=False)[0] == 0
 
 
-def test_memory_that_no_layout_makes_enough_asks_for_less_to_make(run):
+def test_memory_that_no_layout_makes_enough_names_less_to_make(run):
     large = ["request.width=2048", "request.height=2048", "request.frames=362"]
-    code, _, told, _ = run("plan", "A boat.", "--gpu-memory", "8GiB", "--gpus", "8", *large, tiny=False)
-    assert code == 4 and "ask for fewer frames or a smaller canvas" in told
+    asked = ["plan", "A boat.", "--gpu-memory", "8GiB", "--gpus", "8"]
+    code, _, told, _ = run(*asked, *large, tiny=False)
+    assert code == 4 and "no layout of up to 8 ranks fits; what fits is request." in told
+    for words in re.findall(r"(?:what fits is|or) (request[^,]*), [\d.]+ GiB", told):
+        taken = [word for word in large if word.split("=")[0] not in words] + words.split()
+        assert run(*asked, *taken, tiny=False)[0] == 0
 
 
 def test_outputs_are_checked_before_the_checkpoints_are_looked_at(run, tmp_path):

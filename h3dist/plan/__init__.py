@@ -1,7 +1,7 @@
 """Plans: how ranks share a run, and what that costs in bytes, before any work. Imports no torch."""
 
 from h3dist.plan.exchange import ExchangePlan, choose_exchange
-from h3dist.plan.fit import check_memory, fits
+from h3dist.plan.fit import Cut, check_memory, fits
 from h3dist.plan.layout import (
     MODES,
     Layout,
@@ -19,6 +19,7 @@ from h3dist.plan.weights import fp4_linears, released_dims
 __all__ = [
     "LABELS",
     "MODES",
+    "Cut",
     "ExchangePlan",
     "Layout",
     "Plan",

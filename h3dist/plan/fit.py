@@ -1,13 +1,34 @@
-"""Does a plan fit the memory that is free, and if not, what would?"""
+"""Does a plan fit the memory that is free, and if not, what would: another layout, or less to make?"""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
+from h3dist.conditions import Condition
 from h3dist.errors import PlanError
+from h3dist.geometry import Geometry
 from h3dist.plan.layout import Layout
 from h3dist.plan.plan import Plan, relayout
 
 GIB = 1 << 30
 MACHINE = 8  # GPUs of the largest machine that advice names
+WAYS = 3  # ways out that a refusal names
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Less to make: what to change, in the user's words, and what of the plan it changes."""
+
+    words: str
+    geometry: Geometry
+    conditions: tuple[Condition, ...]
+    text_rows: int
+
+    def of(self, plan: Plan) -> Plan:
+        """The plan, on its layout, of what is left to make."""
+        kept = sum(condition.video_rows + condition.audio_rows for condition in self.conditions)
+        rows = self.text_rows + kept + self.geometry.audio_rows + self.geometry.video_rows
+        sizes = {"geometry": self.geometry, "conditions": self.conditions, "text_rows": self.text_rows}
+        return relayout(replace(plan, rows=rows, **sizes), plan.layout)
 
 
 def fits(plan: Plan, free: Sequence[int]) -> bool:
@@ -15,24 +36,38 @@ def fits(plan: Plan, free: Sequence[int]) -> bool:
     return all(need <= have for need, have in zip(plan.peaks, free, strict=True))
 
 
-def check_memory(plan: Plan, free: Sequence[int]) -> None:
-    """Refuses a plan that needs more than the `free` bytes of each rank, naming the nearest layout that fits.
+def check_memory(plan: Plan, free: Sequence[int], cuts: Iterable[Iterable[Cut]] = ()) -> None:
+    """Refuses a plan that needs more than the `free` bytes of each rank, naming the cheapest that fit.
 
-    Raises PlanError.
+    First the nearest layout, which costs nothing of the clip; then, of each kind of `cuts`, the one that gives up
+    the fewest rows, those with the fewest first; three in all, each with its need. Raises PlanError.
     """
     if fits(plan, free):
         return
     rank = max(range(len(free)), key=lambda r: plan.peaks[r] - free[r])
     stage, need = max(plan.memory[rank].items(), key=lambda item: item[1])
-    advice = _nearest_fit(plan, min(free)) if stage == "denoise" else "no layout changes that"
+    layouts = [f"the nearest that fits is {way}" for way in _nearest_fit(plan, min(free))]
+    smaller = [
+        f"{'or ' if layouts or number else 'what fits is '}{way}" for number, way in enumerate(_cut(plan, free, cuts))
+    ]
+    ways = [*layouts, *smaller][:WAYS]
+    advice = "; ".join([*([] if layouts else [_no_layout(plan, stage)]), *ways])
+    if not ways and stage == "denoise":
+        advice += ": ask for fewer frames or a smaller canvas"
     raise PlanError(
         f"rank {rank} needs about {need / GIB:.1f} GiB to {stage} and {free[rank] / GIB:.1f} GiB are free "
         f"({plan.layout}, {plan.rows} rows); {advice}"
     )
 
 
-def _nearest_fit(plan: Plan, free: int) -> str:
-    """What to ask for instead: the same ranks cut otherwise, else the fewest more; each has `free` bytes."""
+def _no_layout(plan: Plan, stage: str) -> str:
+    if stage in ("encode", "refine"):
+        return "no layout changes that"
+    return f"no layout of up to {max(plan.layout.world, MACHINE)} ranks fits"
+
+
+def _nearest_fit(plan: Plan, free: int) -> Iterator[str]:
+    """The same ranks cut otherwise, else the fewest more; each has `free` bytes. At most one."""
     world = plan.layout.world
     for ranks in range(world, max(world, MACHINE) + 1):
         for tp in (t for t in range(1, ranks + 1) if ranks % t == 0):
@@ -40,8 +75,8 @@ def _nearest_fit(plan: Plan, free: int) -> str:
             peak = _peak(plan, layout)
             if peak is not None and peak <= free:
                 more = f"--gpus {ranks} " if ranks != world else ""
-                return f"the nearest that fits is {more}{layout.overrides()}, {peak / GIB:.1f} GiB"
-    return f"no layout of up to {max(world, MACHINE)} ranks fits: ask for fewer frames or a smaller canvas"
+                yield f"{more}{layout.overrides()}, {peak / GIB:.1f} GiB"
+                return
 
 
 def _peak(plan: Plan, layout: Layout) -> int | None:
@@ -52,3 +87,14 @@ def _peak(plan: Plan, layout: Layout) -> int | None:
         return max(relayout(plan, layout).peaks)
     except PlanError:  # more tp ranks than FFN units
         return None
+
+
+def _cut(plan: Plan, free: Sequence[int], cuts: Iterable[Iterable[Cut]]) -> list[str]:
+    """Of each kind of cut the smallest that fits, as words with its need; the fewest rows given up first."""
+    found = []
+    for kind in cuts:
+        made = sorted(((cut.of(plan), cut.words) for cut in kind), key=lambda item: -item[0].rows)
+        fitting = next(((smaller, words) for smaller, words in made if fits(smaller, free)), None)
+        found += [fitting] if fitting else []
+    found.sort(key=lambda item: -item[0].rows)
+    return [f"{words}, {max(smaller.peaks) / GIB:.1f} GiB" for smaller, words in found]
