@@ -39,7 +39,12 @@ def tell():
     with open(os.path.join(os.environ["MODULES"], str(os.getpid())), "w") as file:
         json.dump({"rank": os.environ.get("RANK"), "argv": sys.argv, "modules": kept}, file)
 
+def tell_and_leave(code, leave=os._exit):
+    tell()
+    leave(code)
+
 atexit.register(tell)
+os._exit = tell_and_leave  # how ranks leave
 """
 
 pytestmark = pytest.mark.limit(300)
