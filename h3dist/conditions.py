@@ -5,7 +5,9 @@ stay on the rank that reads them. Standard library only.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from math import prod
+from typing import Any
 
 from h3dist.geometry import (
     CHUNK_FRAMES,
@@ -20,6 +22,7 @@ from h3dist.geometry import (
 KINDS = ("keyframe", "image", "video", "audio")  # the last three are references
 VISUAL_TIME = 0.999  # the model's time of a visual condition, or the clip's own where that is later
 AUDIO_TIME = 1.0  # and of a sound: clean
+FLOAT_BYTES = 4
 
 
 @dataclass(frozen=True)
@@ -70,6 +73,13 @@ class Condition:
     def audio_rows(self) -> int:
         """Transformer rows of its sound: all latents of channel 0, then of channel 1."""
         return SOUND_CHANNELS * self.audio_latents
+
+
+def as_told(condition: Condition, channels: int, audio_channels: int) -> dict[str, Any]:
+    """A condition as JSON values, with the rows it gives and their bytes in float32."""
+    shapes = kept_shapes([condition], channels, audio_channels)
+    rows = {"video_rows": condition.video_rows, "audio_rows": condition.audio_rows}
+    return {**asdict(condition), **rows, "bytes": FLOAT_BYTES * sum(prod(shape) for shape in shapes.values())}
 
 
 def kept_shapes(conditions: Sequence[Condition], channels: int, audio_channels: int) -> dict[str, tuple[int, int]]:

@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from h3dist.conditions import as_told
 from h3dist.config import Config
 from h3dist.errors import PlanError
 from h3dist.intake import read_request
@@ -22,6 +23,7 @@ from h3dist.preflight import Facts, facts_ahead, facts_of, plan_on, read_aloud, 
 from h3dist.relief import cuts
 from h3dist.request import Resolved
 from h3dist.text.tokenizer import count_tokens
+from h3dist.text.presentation import vision_rows
 from h3dist.topology import free_host_memory, load_topology, read_topology, visible_devices
 
 
@@ -46,8 +48,11 @@ class Decision:
         return "\n".join([self.plan.text(), "why", *(f"- {line}" for line in reasons(self.choice))])
 
     def as_dict(self) -> dict[str, Any]:
-        """The plan as JSON values, and the choice."""
-        return self.plan.as_dict() | {"digest": self.plan.digest, "choice": as_dict(self.choice)}
+        """The plan as JSON values, with the rows and bytes of each condition, and the choice."""
+        channels = self.plan.dims.video_channels, self.plan.dims.audio_channels
+        conditions = [as_told(condition, *channels) for condition in self.plan.conditions]
+        told = {"conditions": conditions, "digest": self.plan.digest, "choice": as_dict(self.choice)}
+        return self.plan.as_dict() | told
 
 
 @dataclass(frozen=True)
@@ -107,7 +112,7 @@ def decide_ahead(config: Config, request: Mapping[str, Any], ahead: Ahead) -> De
     """
     resolved, facts, machine = _foresee(config, request, ahead)
     decision = _decide(config, resolved, facts, machine, counts(config, ahead.gpus, machine))
-    return replace(decision, notes=facts.notes)
+    return replace(decision, notes=(*decision.notes, *facts.notes))
 
 
 def compare_ahead(config: Config, request: Mapping[str, Any], ahead: Ahead) -> Comparison:
@@ -212,4 +217,6 @@ def _decide(config: Config, resolved: Resolved, facts: Facts, machine: Machine, 
     if machine.known:
         smaller = cuts(resolved, config.sampler.noise, facts.text_rows)
         check_memory(made, machine.free(choice.taken.seats), smaller)
-    return Decision(made, choice, ())
+    shown = vision_rows(made.conditions, config.sampler.noise)
+    notes = (f"{shown} of the {made.text_rows} text rows show keyframes and references",) if shown else ()
+    return Decision(made, choice, notes)

@@ -13,7 +13,7 @@ from h3dist.intake import MIN_REFERENCE_FRAMES
 from h3dist.material import conditions_of
 from h3dist.plan import Cut
 from h3dist.request import Keyframe, Reference, Resolved
-from h3dist.text.presentation import VisionBlock, pieces
+from h3dist.text.presentation import vision_rows
 
 LEAST_SIDE = 256  # pixels of the shorter side, and frames, below which no clip is worth advising
 LEAST_FRAMES = 22
@@ -21,22 +21,14 @@ LEAST_FRAMES = 22
 
 def cuts(resolved: Resolved, contract: str, text_rows: int) -> Iterator[list[Cut]]:
     """Every kind of cut of a measured request whose presentation has `text_rows`: each kind's in any order."""
-    shown = _vision_rows(resolved, contract)
+    plain_rows = text_rows - vision_rows(conditions_of(resolved, contract), contract)
     for kind in (_without, _shortened, _fewer_frames, _smaller_canvas):
-        yield [
-            Cut(
-                words,
-                smaller.geometry,
-                conditions_of(smaller, contract),
-                text_rows - shown + _vision_rows(smaller, contract),
-            )
-            for words, smaller in kind(resolved)
-        ]
+        yield [_cut(words, smaller, contract, plain_rows) for words, smaller in kind(resolved)]
 
 
-def _vision_rows(resolved: Resolved, contract: str) -> int:
-    found = pieces("", conditions_of(resolved, contract), contract)
-    return sum(piece.tokens + 2 for piece in found if isinstance(piece, VisionBlock))
+def _cut(words: str, smaller: Resolved, contract: str, plain_rows: int) -> Cut:
+    conditions = conditions_of(smaller, contract)
+    return Cut(words, smaller.geometry, conditions, plain_rows + vision_rows(conditions, contract))
 
 
 def _without(resolved: Resolved) -> Iterator[tuple[str, Resolved]]:

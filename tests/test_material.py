@@ -18,6 +18,7 @@ from h3dist.intake import read_request
 from h3dist.material import Material, _cut, conditions_of, fit_picture, read_material
 from h3dist.media import read_film
 from h3dist.plan import Layout
+from h3dist.planner import Ahead, decide_ahead
 from h3dist.preflight import facts_ahead, plan_on, read_aloud
 from h3dist.request import absolute_media
 
@@ -199,3 +200,21 @@ def test_the_text_encoder_reads_labels_blocks_and_the_prompt(resolved) -> None:
     request = resolved(references=[{"image": "exact.png"}, {"audio": "voice.wav"}])
     found = read_aloud(compose([DENOISER]), request)
     assert [piece for piece in found if isinstance(piece, str)] == ["<Picture 1>: ", "<Audio 1>: ", PROMPT]
+
+
+def test_the_plan_as_json_has_the_rows_and_bytes_of_every_condition(folder: Path) -> None:
+    config = compose([DENOISER, "runtime.device=cpu"])
+    sizes = {"width": 96, "height": 64, "frames": 39, "seed": 1}
+    for media in (
+        {"first_frame": "wide.png", "last_frame": "tall.png"},
+        {"keyframes": [{"video": "loud.mkv", "frame": 0}], "frames": 124},
+        {"references": [{"image": "wide.png"}, {"video": "loud.mkv"}, {"audio": "voice.wav"}]},
+    ):
+        decision = decide_ahead(config, {"prompt": PROMPT} | sizes | absolute_media(media, folder), Ahead(gpus=1))
+        told = decision.as_dict()["conditions"]
+        assert len(told) == len(decision.plan.conditions)
+        for item, condition in zip(told, decision.plan.conditions, strict=True):
+            assert (item["video_rows"], item["audio_rows"]) == (condition.video_rows, condition.audio_rows)
+            assert item["bytes"] == 4 * (96 * condition.video_rows + 32 * condition.audio_rows) > 0
+        seen = any(condition.shown for condition in decision.plan.conditions)
+        assert any("text rows show keyframes and references" in note for note in decision.notes) == seen

@@ -63,6 +63,11 @@ def pieces(prompt: str, conditions: Sequence[Condition], contract: str) -> list[
     return [*found, prompt]
 
 
+def vision_rows(conditions: Sequence[Condition], contract: str) -> int:
+    """How many rows of a presentation are vision blocks, their two ends included."""
+    return sum(piece.tokens + 2 for piece in pieces("", conditions, contract) if isinstance(piece, VisionBlock))
+
+
 def present(found: Sequence[Piece], encode: Callable[[str], list[int]]) -> Presentation:
     """The pieces as tokens; `encode` gives the ids of a text, of special tokens too, and of nothing else.
 
