@@ -9,13 +9,13 @@ import pytest
 
 PACKAGE = Path(__file__).parent.parent / "h3dist"
 LAYERS = [
-    {"errors", "geometry", "conditions", "fitting", "status", "outputs", "tiles", "spread"},
+    {"errors", "geometry", "conditions", "fitting", "status", "outputs", "provenance", "tiles", "spread"},
     {"request", "config"},
     {"topology", "packing", "checkpoint"},
     {"plan"},
     {"comm", "attention"},
     {"model", "sampling", "text", "vae", "media", "saved", "compare"},
-    {"preflight", "planner", "relief", "intake", "material", "job", "site", "progress", "sidecar"},
+    {"preflight", "planner", "relief", "intake", "material", "job", "site", "progress", "sidecar", "attending"},
     {"deliver", "conditioning", "tiny"},
     {"pipeline"},
     {"workers", "processes", "torchrun"},

@@ -4,22 +4,62 @@ from __future__ import annotations
 
 import torch
 
-from h3dist.attention import sdpa, sdpa_cudnn
-from h3dist.attention.backend import Attention, Backend
-from h3dist.errors import ConfigError, nearest
+from h3dist.attention import (
+    cudnn_fp8,
+    flash2,
+    flash3,
+    flash4,
+    int8,
+    sage1,
+    sage2,
+    sage3,
+    sdpa,
+    sdpa_cudnn,
+    sdpa_flash,
+    sol,
+)
+from h3dist.attention.backend import Attention, Backend, Task
+from h3dist.attention.sliced import sliced
+from h3dist.errors import ConfigError, H3Error, MissingDependency, nearest
 
-BACKENDS: dict[str, Backend] = {backend.name: backend for backend in (sdpa.BACKEND, sdpa_cudnn.BACKEND)}
+EXACT = (sdpa, sdpa_flash, sdpa_cudnn, flash2, flash3, flash4)
+WHOLE = (
+    *(module.BACKEND for module in EXACT),
+    cudnn_fp8.BACKEND,
+    sage1.BACKEND,
+    sage2.BACKEND,
+    *sage2.VARIANTS,
+    sage3.BACKEND,
+    int8.BACKEND,
+    sol.BACKEND,
+)
+BACKENDS: dict[str, Backend] = {backend.name: backend for whole in WHOLE for backend in (whole, sliced(whole))}
+
+
+def find(name: str) -> Backend:
+    """The backend called `name`. Raises ConfigError, with the nearest name."""
+    if name not in BACKENDS:
+        known = ", ".join(backend.name for backend in WHOLE)
+        raise ConfigError(
+            f"attention={name} is unknown: it can be {known}, each also with +sliced{nearest(name, BACKENDS)}"
+        )
+    return BACKENDS[name]
+
+
+def why_not(backend: Backend, task: Task) -> H3Error | None:
+    """Why a backend cannot do a task here: ConfigError, or MissingDependency with the command that installs it."""
+    reason = backend.refuses(task)
+    if reason is not None:
+        return ConfigError(f"attention={backend.name} cannot be used here: {reason}; attention=sdpa runs everywhere")
+    reason = backend.lacks(task)
+    return None if reason is None else MissingDependency(f"attention={backend.name}: {reason}")
 
 
 def get(name: str, device: torch.device, dtype: torch.dtype) -> Attention:
-    """The attention function called `name`, for tensors of this device and dtype.
-
-    Raises ConfigError for an unknown name, and for a backend that cannot run there, with the reason.
-    """
-    if name not in BACKENDS:
-        known = ", ".join(BACKENDS)
-        raise ConfigError(f"attention={name} is unknown: it can be {known}{nearest(name, BACKENDS)}")
-    reason = BACKENDS[name].refuses(device, dtype)
-    if reason is not None:
-        raise ConfigError(f"attention={name} cannot be used here: {reason}; attention=sdpa runs everywhere")
-    return BACKENDS[name].fn
+    """The attention function called `name`, for tensors of this device and dtype and no shape in particular."""
+    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
+    backend, task = find(name), Task(0, 0, 128, dtype, device, capability)
+    error = why_not(backend, task)
+    if error is not None:
+        raise error
+    return backend.build(task, None)
