@@ -28,6 +28,14 @@ class Part:
     heads: tuple[int, int]
     ffn: tuple[int, int]
 
+    @property
+    def projected_rows(self) -> tuple[int, int]:
+        return self.group_rows
+
+    @property
+    def projected_heads(self) -> tuple[int, int]:
+        return self.tp_heads
+
 
 def spread(first: int, last: int, parts: int) -> list[tuple[int, int]]:
     """[first, last) in `parts` pieces that differ by one at most, the longer ones first."""
@@ -96,6 +104,9 @@ class HandExchange:
         values = self.world.meet(self.rank, x)
         return torch.cat([values[rank] for rank in self.tp_group])
 
+    def gather_projected(self, x: Tensor) -> Tensor:
+        return self.gather_rows(x)
+
     def reduce_rows(self, partial: Tensor) -> Tensor:
         values = self.world.meet(self.rank, partial)
         total = sum(values[rank] for rank in self.tp_group)
@@ -110,6 +121,9 @@ class HandExchange:
     def to_rows(self, o: Tensor) -> Tensor:
         values = self.world.meet(self.rank, o)
         return torch.cat([values[rank][slice(*self.part.group_rows)] for rank in self.sp_group], dim=1)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, attention: Callable[..., Tensor]) -> Tensor:
+        return self.to_rows(attention(*self.to_heads(q, k, v)))
 
     def amax(self, x: Tensor) -> Tensor:
         self.amax_calls += 1

@@ -135,7 +135,9 @@ def test_condition_rows_matter_and_stay_as_they_are(dfile) -> None:
     packing = pack(GEOMETRY, TAGS, REFERENCES)
     dims, rows = dfile.dims, (0, packing.rows)
     heads = (0, dims.heads)
-    share = SimpleNamespace(rows=rows, group_rows=rows, tp_heads=heads, heads=heads, ffn=(0, dims.ffn))
+    share = SimpleNamespace(
+        rows=rows, projected_rows=rows, tp_heads=heads, heads=heads, projected_heads=heads, ffn=(0, dims.ffn)
+    )
     modulation = tables(dfile, TIMES_V, TIMES_A, device="cpu", dtype=torch.float32, kept=True)
     weights = load_denoiser(dfile, share, device=torch.device("cpu"), dtype=torch.float32)
     text, kept = torch.randn(len(TAGS), dims.hidden), random_rows(packing)

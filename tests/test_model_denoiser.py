@@ -72,7 +72,9 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 def whole_share(case: Case) -> SimpleNamespace:
     dims, rows = case.dfile.dims, (0, case.packing.rows)
     heads = (0, dims.heads)
-    return SimpleNamespace(rows=rows, group_rows=rows, tp_heads=heads, heads=heads, ffn=(0, dims.ffn))
+    return SimpleNamespace(
+        rows=rows, projected_rows=rows, tp_heads=heads, heads=heads, projected_heads=heads, ffn=(0, dims.ffn)
+    )
 
 
 def build(case: Case, dtype: torch.dtype = torch.float32, device: str = "cpu") -> Denoiser:
@@ -157,7 +159,7 @@ def test_interleaved_qkv_rows_read_as_bands(tmp_path: Path) -> None:
     bands = open_denoiser(write(state, tmp_path / "bands.safetensors"))
     shuffled = open_denoiser(write(official, tmp_path / "official.safetensors"), qkv_order="interleaved")
     for dfile in (bands, shuffled):
-        share = SimpleNamespace(tp_heads=(2, 5), ffn=(64, 128))
+        share = SimpleNamespace(tp_heads=(2, 5), projected_heads=(2, 5), ffn=(64, 128))
         weights = load_denoiser(dfile, share, device="cpu", dtype=torch.float32)
         q, k, v = weights.blocks[1].qkv.dense(torch.float32).chunk(3)
         stored = state["blocks.1.attn.qkv_proj.weight"].float().chunk(3)

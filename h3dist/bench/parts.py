@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from h3dist.attention.backend import Attention
 from h3dist.attention.registry import BACKENDS
 from h3dist.bench.timing import Clock
 from h3dist.checkpoint.formats import Weight
@@ -133,11 +134,11 @@ class Still:
     def reduce_rows(self, partial_gC: Tensor) -> Tensor:
         return self._own
 
-    def to_heads(self, q_gHD: Tensor, k_gHD: Tensor, v_gHD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        return q_gHD, k_gHD, v_gHD
+    def gather_projected(self, x_sC: Tensor) -> Tensor:
+        return self._group
 
-    def to_rows(self, o_ShD: Tensor) -> Tensor:
-        return o_ShD
+    def attend(self, q_gHD: Tensor, k_gHD: Tensor, v_gHD: Tensor, attention: Attention) -> Tensor:
+        return attention(q_gHD, k_gHD, v_gHD)
 
     def amax(self, x: Tensor) -> Tensor:
         return x

@@ -71,14 +71,17 @@ def read_tensor(state: DenoiserFile, name: str) -> Tensor:
     return state.tensor(name)
 
 
-def rank_file_bytes(state: DenoiserFile, heads: Range, ffn: Range, *, refiner: bool) -> int:
+def rank_file_bytes(
+    state: DenoiserFile, heads: Range, ffn: Range, *, refiner: bool, projected: Range | None = None
+) -> int:
     """Bytes that a rank asks of the denoiser's file in all: its heads, its part of the MLP, what all read.
 
-    `refiner`: whether it also reads the text projection and the token refiner, as rank 0 does.
+    `refiner`: whether it also reads the text projection and the token refiner, as rank 0 does. `projected`: its heads
+    of QKV, where they are not those of the output projection.
     """
     dims = state.dims
     cuts = {
-        "attn.qkv_proj": qkv_slice(dims, heads, state.qkv_order),
+        "attn.qkv_proj": qkv_slice(dims, projected or heads, state.qkv_order),
         "attn.out_proj": out_slice(dims, heads),
         "mlp.fc1": fc1_slice(dims, ffn),
         "mlp.fc2": fc2_slice(dims, ffn),

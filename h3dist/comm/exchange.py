@@ -1,16 +1,17 @@
-"""What the model asks of other ranks, for one rank's share of a plan: the moves between rows and heads.
+"""What the model asks of other ranks, for one rank's share of a plan.
 
-Shape letters: S all rows; s own rows, g rows of the tp group; H heads of the tp share, h heads attended to
-here; D head size; C hidden; O outputs of both heads.
+Shape letters: S all rows; s own rows, g rows of the tp group, p rows projected here to j heads; H heads of the tp
+share, h heads attended to here; D head size; C hidden; O outputs of both heads.
 """
-
-from math import prod
 
 import torch
 from torch import Tensor
 
+from h3dist.comm.codec import Int8, Plain
+from h3dist.comm.heads import Attention, HeadMoves
+from h3dist.comm.rounding import Rounding
 from h3dist.comm.wire import Wire
-from h3dist.plan import Plan, Share
+from h3dist.plan import Plan, Span
 
 
 class RankExchange:
@@ -23,14 +24,21 @@ class RankExchange:
 
     def __init__(self, plan: Plan, rank: int, tp: Wire | None, sp: Wire | None, everyone: Wire | None) -> None:
         share = plan.shares[rank]
-        self._tp, self._sp, self._everyone = tp, sp, everyone
+        self._tp, self._everyone = tp, everyone
         self._rows, self._chunk = plan.rows, plan.chunk
         self._own, self._group = _length(share.rows), _length(share.group_rows)
         self._piece = min(plan.chunk, self._group)  # rows of an even piece: those of the tp group's first rank
-        self._heads = _length(share.heads)
-        peers = [plan.shares[r] for r in sp.group.ranks] if sp else [share]
-        self._peer_rows = [_length(peer.group_rows) for peer in peers]
-        self._peer_heads = [_inside(peer, share.tp_heads[0]) for peer in peers]
+        self._hidden = plan.exchange.hidden_on(plan.layout)
+        self.rounding = Rounding()
+        codec = Plain() if plan.exchange.codec == "none" else Int8(self.rounding)
+        self._moves = HeadMoves(plan, share, sp, codec) if sp else None
+
+    def gather_projected(self, x_sC: Tensor) -> Tensor:
+        """x_pC: the rows of my tp group, or of all ranks where q, k and v are made of hidden rows."""
+        if not self._hidden:
+            return self.gather_rows(x_sC)
+        assert self._everyone is not None
+        return self._everyone.all_gather("hidden.gather", _pad_rows(x_sC, self._chunk)).narrow(0, 0, self._rows)
 
     def gather_rows(self, x_sC: Tensor) -> Tensor:
         """x_gC: the rows of all ranks of my tp group."""
@@ -45,35 +53,21 @@ class RankExchange:
         padded = _pad_rows(partial_gC, self._piece * self._tp.group.size)
         return self._tp.reduce_scatter("rows.reduce", padded).narrow(0, 0, self._own)
 
-    def to_heads(self, q_gHD: Tensor, k_gHD: Tensor, v_gHD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """(q_ShD, k_ShD, v_ShD): all rows of my heads, of my sp group's rows of our heads.
+    def attend(self, q_pjD: Tensor, k_pjD: Tensor, v_pjD: Tensor, attention: Attention) -> Tensor:
+        """o_gHD: my group's rows of our heads, of attention over all rows."""
+        if self._moves is None:
+            return attention(q_pjD, k_pjD, v_pjD)
+        o_gHD = self._moves.attend(q_pjD, k_pjD, v_pjD, attention)
+        self.rounding.finish()
+        return o_gHD
 
-        They come as views of one tensor [S, 3, h, D]: contiguous in their last two dimensions alone.
-        """
-        if self._sp is None:
-            return q_gHD, k_gHD, v_gHD
-        g, _, D = q_gHD.shape
-        out = [3 * g * (stop - start) * D for start, stop in self._peer_heads]
-        sent = q_gHD.new_empty(sum(out))
-        for piece, (start, stop) in zip(sent.split(out), self._peer_heads, strict=True):
-            parts = [x_gHD[:, start:stop] for x_gHD in (q_gHD, k_gHD, v_gHD)]
-            torch.stack(parts, dim=1, out=piece.view(g, 3, stop - start, D))
-        into = [3 * rows * self._heads * D for rows in self._peer_rows]
-        came = self._sp.all_to_all("heads.to", sent, out, into)
-        q_ShD, k_ShD, v_ShD = came.view(self._rows, 3, self._heads, D).unbind(1)
-        return q_ShD, k_ShD, v_ShD
+    def to_heads(self, q_gHD: Tensor, k_gHD: Tensor, v_gHD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """(q_ShD, k_ShD, v_ShD): the way there alone, of all heads at once."""
+        return self._moves.to_heads(q_gHD, k_gHD, v_gHD) if self._moves else (q_gHD, k_gHD, v_gHD)
 
     def to_rows(self, o_ShD: Tensor) -> Tensor:
-        """o_gHD: my group's rows of our heads, the inverse of `to_heads`."""
-        if self._sp is None:
-            return o_ShD
-        D = o_ShD.shape[2]
-        out = [rows * self._heads * D for rows in self._peer_rows]
-        shapes = [(self._group, stop - start, D) for start, stop in self._peer_heads]
-        into = [prod(shape) for shape in shapes]
-        came = self._sp.all_to_all("heads.from", o_ShD.contiguous(), out, into)
-        parts = [part.view(shape) for part, shape in zip(came.split(into), shapes, strict=True)]
-        return torch.cat(parts, dim=1)
+        """o_gHD: the way back alone, the inverse of `to_heads`."""
+        return self._moves.to_rows(o_ShD) if self._moves else o_ShD
 
     def amax(self, x: Tensor) -> Tensor:
         """Scalar f32: the largest magnitude of `x`, of any shape or empty, over all ranks; NaN if any is."""
@@ -89,13 +83,8 @@ class RankExchange:
         return whole
 
 
-def _length(span: tuple[int, int]) -> int:
+def _length(span: Span) -> int:
     return span[1] - span[0]
-
-
-def _inside(peer: Share, first: int) -> tuple[int, int]:
-    """A peer's heads, counted from the first head of our tp share."""
-    return peer.heads[0] - first, peer.heads[1] - first
 
 
 def _pad_rows(x: Tensor, rows: int) -> Tensor:

@@ -62,15 +62,18 @@ class Wire(ABC):
         self._begin(label, (x.numel() - out[own]) * x.element_size())
         return self._exchange(label, x.flatten(), list(out), list(into))
 
-    def all_to_all_later(self, label: str, x: Tensor, out: Sequence[int], into: Sequence[int]) -> Callable[[], Tensor]:
+    def all_to_all_later(
+        self, label: str, x: Tensor, out: Sequence[int], into: Sequence[int], *, hold: bool = True
+    ) -> Callable[[], Tensor]:
         """As `all_to_all`, but begun only: what it gives waits for the others' pieces and gives them, once called.
 
-        Every rank begins such exchanges in one order, and waits for all of them.
+        Every rank begins such exchanges in one order, and waits for all of them. Without `hold` a host whose device
+        does the waiting goes on itself: what it gives the device next comes after the pieces, and `settle` bounds it.
         """
         own = self.group.index
         assert x.is_contiguous() and sum(out) == x.numel() and out[own] == into[own], (out, into, x.shape)
         self._begin(label, (x.numel() - out[own]) * x.element_size())
-        return self._start(label, x.flatten(), list(out), list(into))
+        return self._start(label, x.flatten(), list(out), list(into), hold)
 
     def reduce_scatter(self, label: str, x: Tensor) -> Tensor:
         """The sum over ranks of x [size * r, ...], of which each rank gets its own r rows."""
@@ -110,7 +113,7 @@ class Wire(ABC):
     @abstractmethod
     def _exchange(self, label: str, x: Tensor, out: list[int], into: list[int]) -> Tensor: ...
     @abstractmethod
-    def _start(self, label: str, x: Tensor, out: list[int], into: list[int]) -> Callable[[], Tensor]: ...
+    def _start(self, label: str, x: Tensor, out: list[int], into: list[int], hold: bool) -> Callable[[], Tensor]: ...
     @abstractmethod
     def _reduce(self, label: str, x: Tensor) -> Tensor: ...
     @abstractmethod
@@ -130,9 +133,9 @@ class GlooWire(Wire):
         return _from_bytes(all_of_it, x).view(self.group.size * x.shape[0], *x.shape[1:])
 
     def _exchange(self, label: str, x: Tensor, out: list[int], into: list[int]) -> Tensor:
-        return self._start(label, x, out, into)()
+        return self._start(label, x, out, into, True)()
 
-    def _start(self, label: str, x: Tensor, out: list[int], into: list[int]) -> Callable[[], Tensor]:
+    def _start(self, label: str, x: Tensor, out: list[int], into: list[int], hold: bool) -> Callable[[], Tensor]:
         mine, size = _to_bytes(x), x.element_size()
         theirs = mine.new_empty(sum(into) * size)
         cuts = [n * size for n in into], [n * size for n in out]
@@ -208,15 +211,16 @@ class NcclWire(Wire):
         self._run(label, dist.all_to_all_single, theirs, x, into, out)
         return theirs
 
-    def _start(self, label: str, x: Tensor, out: list[int], into: list[int]) -> Callable[[], Tensor]:
+    def _start(self, label: str, x: Tensor, out: list[int], into: list[int], hold: bool) -> Callable[[], Tensor]:
         """On NCCL's own stream, beside what the device computes; `x` is kept until then."""
         theirs = x.new_empty(sum(into))
         work = self._run(label, partial(dist.all_to_all_single, async_op=True), theirs, x, into, out)
 
         def finish() -> Tensor:
-            self._wait(label, work.is_completed, pause=0.0005)
+            if hold:
+                self._wait(label, work.is_completed, pause=0.0005)
+                self.group.board.expect(None)
             work.wait()  # what is computed from now on comes after it
-            self.group.board.expect(None)
             return theirs
 
         return finish

@@ -13,9 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from h3dist.comm import Comm
+from h3dist.comm import Comm, RankExchange
 from h3dist.geometry import Geometry
-from h3dist.model.exchange import Exchange
 from h3dist.plan import Layout, Plan, make_plan, released_dims
 from h3dist.topology import read_ranks
 
@@ -55,7 +54,7 @@ def probe_plan(world: int, kind: str) -> Plan:
     return make_plan(clip, dims, TEXT_ROWS, Layout(sp=world), dtype="float32", attention="sdpa", steps=1)
 
 
-def moved_wrong(moves: Exchange, plan: Plan, rank: int, device: torch.device, first: int) -> int:
+def moved_wrong(moves: RankExchange, plan: Plan, rank: int, device: torch.device, first: int) -> int:
     """Elements that are not what they must be after the ways to the heads, back, and out.
 
     `first` is the first number: another one each time, or memory that nobody wrote could pass for what arrived.

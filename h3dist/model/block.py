@@ -1,10 +1,10 @@
 """One transformer block on one rank: the same code for every layout.
 
-AdaLN on own rows, gather over the tensor-parallel group, heads, attention over all rows, partial result,
-reduce back to own rows, gate and add; then the same around the feed-forward layers.
+AdaLN on own rows, gather what is projected, heads, attention over all rows, partial result, reduce back to own
+rows, gate and add; then the same around the feed-forward layers, gathering over the tensor-parallel group.
 
-Shape letters: S all rows; s this rank's rows; g the rows of its tensor-parallel group; H heads of its
-tensor-parallel share, h heads it attends to; D head size; C hidden; f its feed-forward columns; R table rows.
+Shape letters: s this rank's rows; g the rows of its tensor-parallel group; p the rows that it projects to j heads;
+H heads of its tensor-parallel share; D head size; C hidden; f its feed-forward columns; R table rows.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ class View:
 
 def run_block(x_sC: Tensor, weights: BlockWeights, table_R6C: Tensor, view: View) -> None:
     """Apply one block to this rank's rows of the residual stream, in place."""
-    h_gC = view.exchange.gather_rows(modulated(x_sC, weights.norm1, table_R6C[:, ATTENTION:], view.runs))
-    y_sC = view.exchange.reduce_rows(attend(h_gC, weights, view))
+    h_pC = view.exchange.gather_projected(modulated(x_sC, weights.norm1, table_R6C[:, ATTENTION:], view.runs))
+    y_sC = view.exchange.reduce_rows(attend(h_pC, weights, view))
     add_gated(x_sC, y_sC, table_R6C[:, ATTENTION:], view.runs)
 
     h_gC = view.exchange.gather_rows(modulated(x_sC, weights.norm2, table_R6C[:, MLP:], view.runs))
@@ -59,23 +59,29 @@ def run_block(x_sC: Tensor, weights: BlockWeights, table_R6C: Tensor, view: View
     add_gated(x_sC, y_sC, table_R6C[:, MLP:], view.runs)
 
 
-def attend(h_gC: Tensor, weights: BlockWeights, view: View) -> Tensor:
+def attend(h_pC: Tensor, weights: BlockWeights, view: View) -> Tensor:
     """This share's part of the attention output, [g, C]: the sum over the shares is the whole."""
-    q_gHD, k_gHD, v_gHD = project_heads(h_gC, weights, view.linear)
-    q_gHD, k_gHD = rotate(q_gHD, view.rotation), rotate(k_gHD, view.rotation)
-    q_ShD, k_ShD, v_ShD = view.exchange.to_heads(q_gHD, k_gHD, v_gHD)
-    del q_gHD, k_gHD, v_gHD  # the largest activations: free them before attention needs room
-    o_gHD = view.exchange.to_rows(view.attention(q_ShD, k_ShD, v_ShD))
+    q_pjD, k_pjD, v_pjD = project_heads(h_pC, weights, view.linear, view.rotation)
+    o_gHD = view.exchange.attend(q_pjD, k_pjD, v_pjD, view.attention)
     return view.linear(o_gHD.flatten(1), weights.out)
 
 
-def project_heads(h_gC: Tensor, weights: BlockWeights, linear: Linear) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k and v of the heads held here, each [g, H, D] and contiguous; q and k normed over the head."""
+def project_heads(
+    h_pC: Tensor, weights: BlockWeights, linear: Linear, rotation: Rotation | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k and v of the heads projected here, each [p, j, D]; q and k normed over the head, and rotated if asked.
+
+    They lie side by side: contiguous in their last two dimensions alone, as what comes from an exchange.
+    """
     size = weights.q_norm.shape[0]
-    q_gHD, k_gHD, v_gHD = linear(h_gC, weights.qkv).unflatten(1, (3, -1, size)).unbind(1)
-    q_gHD = F.rms_norm(q_gHD, (size,), weights.q_norm, NORM_EPS)
-    k_gHD = F.rms_norm(k_gHD, (size,), weights.k_norm, NORM_EPS)
-    return q_gHD, k_gHD, v_gHD.contiguous()
+    q_pjD, k_pjD, v_pjD = linear(h_pC, weights.qkv).unflatten(1, (3, -1, size)).unbind(1)
+    return _normed(q_pjD, weights.q_norm, rotation), _normed(k_pjD, weights.k_norm, rotation), v_pjD
+
+
+def _normed(x_pjD: Tensor, norm_D: Tensor, rotation: Rotation | None) -> Tensor:
+    """The norm over each head; where it is rotated too, the result takes the place of x."""
+    y_pjD = F.rms_norm(x_pjD, norm_D.shape, norm_D, NORM_EPS)
+    return y_pjD if rotation is None else rotate(y_pjD, rotation, out=x_pjD)
 
 
 def swiglu(h_gC: Tensor, weights: BlockWeights, linear: Linear) -> Tensor:

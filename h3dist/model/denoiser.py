@@ -54,7 +54,7 @@ class Denoiser:
         self.final_runs = tuple(Run(s.start, s.stop, STREAMS.index(_stream(s.kind))) for s in self.segments)
         self.view = View(
             runs=tuple(Run(s.start, s.stop, (*PAIRS, *KEPT_PAIRS).index((s.time, s.tag))) for s in self.segments),
-            rotation=rotation(packing.position_ids[slice(*share.group_rows)], weights.inv_freq, weights.dtype),
+            rotation=rotation(packing.position_ids[slice(*share.projected_rows)], weights.inv_freq, weights.dtype),
             exchange=exchange,
             attention=attention,
             linear=linear,

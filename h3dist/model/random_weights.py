@@ -81,7 +81,7 @@ def _block(source: RandomSource, dims: DenoiserDims, share: Share, name: str) ->
         norm2=ones(hidden),
         q_norm=ones(dims.head_dim),
         k_norm=ones(dims.head_dim),
-        qkv=source.nvfp4(f"{name}.qkv", (3 * inner, hidden), qkv_slice(dims, share.tp_heads)),
+        qkv=source.nvfp4(f"{name}.qkv", (3 * inner, hidden), qkv_slice(dims, share.projected_heads)),
         out=source.nvfp4(f"{name}.out", (hidden, inner), out_slice(dims, share.tp_heads)),
         fc1=source.nvfp4(f"{name}.fc1", (2 * ffn, hidden), fc1_slice(dims, share.ffn)),
         fc2=source.nvfp4(f"{name}.fc2", (hidden, ffn), fc2_slice(dims, share.ffn)),

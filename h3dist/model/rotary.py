@@ -28,14 +28,15 @@ def rotation(position_ids_g3: Tensor, inv_freq_F: Tensor, dtype: torch.dtype) ->
     return Rotation(angles_gR.cos().to(dtype)[:, None], angles_gR.sin().to(dtype)[:, None])
 
 
-def rotate(x_ghD: Tensor, angles: Rotation) -> Tensor:
+def rotate(x_ghD: Tensor, angles: Rotation, out: Tensor | None = None) -> Tensor:
     """Rotate the leading 2R channels of every head, channel d paired with d + R; the others pass.
 
-    y_d = x_d cos - x_{d+R} sin and y_{d+R} = x_{d+R} cos + x_d sin.
+    y_d = x_d cos - x_{d+R} sin and y_{d+R} = x_{d+R} cos + x_d sin. `out`, if given, takes the result; it must not
+    share memory with x.
     """
     half = angles.cos.shape[-1]
     first, second = x_ghD[..., :half], x_ghD[..., half : 2 * half]
-    y_ghD = torch.empty_like(x_ghD)
+    y_ghD = torch.empty_like(x_ghD) if out is None else out
     torch.mul(first, angles.cos, out=y_ghD[..., :half]).addcmul_(second, angles.sin, value=-1)
     torch.mul(second, angles.cos, out=y_ghD[..., half : 2 * half]).addcmul_(first, angles.sin)
     y_ghD[..., 2 * half :] = x_ghD[..., 2 * half :]

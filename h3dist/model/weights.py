@@ -1,7 +1,7 @@
 """The denoiser weights that one rank keeps, read from the file slice by slice.
 
-Shape letters: C hidden, D head size, h this rank's heads, f its feed-forward columns, O outputs of both
-heads.
+Shape letters: C hidden, D head size, H heads of this rank's share, j heads that it projects to, f its feed-forward
+columns, O outputs of both heads.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from h3dist.plan import Share
 
 @dataclass(frozen=True)
 class BlockWeights:
-    """One block: qkv [3hD, C] in bands q, k, v; out [C, hD]; fc1 [2f, C] gate first; fc2 [C, f]; norms."""
+    """One block: qkv [3jD, C] in bands q, k, v; out [C, HD]; fc1 [2f, C] gate first; fc2 [C, f]; norms."""
 
     norm1: Tensor
     norm2: Tensor
@@ -65,11 +65,12 @@ def load_denoiser(
     dfile: DenoiserFile, share: Share, *, device: torch.device | str, dtype: torch.dtype
 ) -> DenoiserWeights:
     """Read what this rank keeps: its slices of every block, and the small layers whole."""
+    projected = share.projected_heads
     heads = [read_projection(dfile, f"final_layer.{name}_out", device) for name in ("video", "audio")]
     return DenoiserWeights(
         dims=dfile.dims,
         blocks=tuple(
-            read_block(dfile, f"blocks.{index}", share.tp_heads, share.ffn, device=device, dtype=dtype)
+            read_block(dfile, f"blocks.{index}", share.tp_heads, share.ffn, projected, device=device, dtype=dtype)
             for index in range(dfile.dims.layers)
         ),
         video_in=read_projection(dfile, "video_patch_proj", device),
@@ -85,14 +86,18 @@ def read_block(
     name: str,
     heads: tuple[int, int],
     ffn: tuple[int, int],
+    projected: tuple[int, int] | None = None,
     *,
     device: torch.device | str,
     dtype: torch.dtype,
 ) -> BlockWeights:
-    """Heads [a, b) and feed-forward columns [a, b) of a block of the denoiser or the text refiner."""
+    """Heads [a, b) and feed-forward columns [a, b) of a block of the denoiser or the text refiner.
+
+    projected: the heads of QKV, where they are not those of the output projection.
+    """
     dims = dfile.dims
     slices = {
-        "attn.qkv_proj": qkv_slice(dims, heads, dfile.qkv_order),
+        "attn.qkv_proj": qkv_slice(dims, projected or heads, dfile.qkv_order),
         "attn.out_proj": out_slice(dims, heads),
         "mlp.fc1": fc1_slice(dims, ffn),
         "mlp.fc2": fc2_slice(dims, ffn),

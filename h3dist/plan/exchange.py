@@ -16,6 +16,9 @@ from h3dist.plan.layout import Layout
 VARIANTS = ("heads", "hidden")
 CODECS = ("none", "int8")
 AUTO = "auto"
+CODED_ROWS = 16  # rows of one head that share a scale
+SCALE_BYTES = 4  # float32
+GROUPS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14)  # numbers that "auto" weighs
 
 
 @dataclass(frozen=True)
@@ -38,6 +41,17 @@ class ExchangePlan:
         """Whether a run on `layout` gathers hidden rows in the place of moving q, k and v."""
         return self.variant == "hidden" and layout.sp > 1
 
+    def head_bytes(self, rows: int, size: int, element: int) -> int:
+        """Bytes of one head of `rows` rows on the wire; `size` and `element` are a head's and an element's."""
+        if self.codec == "none":
+            return rows * size * element
+        return rows * size + -(-rows // CODED_ROWS) * SCALE_BYTES
+
+    @property
+    def brief(self) -> str:
+        """For tables: "hidden/7", "heads/1/int8"."""
+        return f"{self.variant}/{self.groups}" + ("" if self.codec == "none" else f"/{self.codec}")
+
     def __str__(self) -> str:
         coded = "" if self.codec == "none" else f" as {self.codec} codes (approximate)"
         return f"{self.variant} in {self.groups} group{'s' * (self.groups > 1)}{coded}"
@@ -47,9 +61,18 @@ PLAIN = ExchangePlan()
 
 
 def choose_exchange(variant: str, groups: str, codec: str) -> ExchangePlan:
-    """What the configuration's `exchange` means; "auto" is the plain way: heads, in one group. Raises ConfigError."""
-    return ExchangePlan(
-        variant=VARIANTS[0] if variant == AUTO else variant,
-        groups=1 if groups == AUTO else int(groups),
-        codec=codec,
-    )
+    """What the configuration's `exchange` means where nothing is known of the machine. Raises ConfigError.
+
+    "auto" is then the plain way: heads, in one group.
+    """
+    return open_exchanges(variant, groups, codec)[0]
+
+
+def open_exchanges(variant: str, groups: str, codec: str) -> tuple[ExchangePlan, ...]:
+    """Every exchange that the configuration leaves to be chosen from, the plainest first. Raises ConfigError.
+
+    A codec is taken where it is named, and never otherwise.
+    """
+    variants = VARIANTS if variant == AUTO else (variant,)
+    numbers = GROUPS if groups == AUTO else (int(groups),)
+    return tuple(ExchangePlan(each, number, codec) for each in variants for number in numbers)

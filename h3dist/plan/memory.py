@@ -39,30 +39,31 @@ class Stored:
     audio_vae: int = 0
 
 
-def weight_bytes(work: Work, stored: Stored, tp_heads: int, ffn: int) -> int:
+def weight_bytes(work: Work, stored: Stored, share: "Share") -> int:
     """What a rank keeps of the denoiser for a whole run: quantised slices, small tensors, the modulation table."""
-    linears = round(stored.bytes_per_weight * linear_weights(work.dims, tp_heads, ffn))
+    cut = _length(share.tp_heads), _length(share.ffn), _length(share.projected_heads)
+    linears = round(stored.bytes_per_weight * linear_weights(work.dims, *cut))
     return linears + kept_bytes(work.dims) + modulation_bytes(work.dims, work.steps, kept=bool(work.conditions))
 
 
 def activation_bytes(work: Work, share: "Share") -> int:
     """The wider of a block's two halves, attention and MLP, at its widest point.
 
-    Both hold the residual, its modulated rows, those of the tp group, the partial sum, and one weight made
+    Both hold the residual, its modulated rows, those that are projected, the partial sum, and one weight made
     dense. Attention is widest where q, k and v leave for the exchange (as they came from the linear and as
-    normed and rotated; over sp their packed copy and what arrives). The MLP holds fc1's two halves and the
-    activation of one.
+    normed and rotated; over sp their packed copy and what arrives), or, where hidden rows were gathered, in
+    itself, and what it gives goes back to its rows. The MLP holds fc1's two halves and the activation of one.
     """
     dims, e = work.dims, work.element
-    own, group = _length(share.rows), _length(share.group_rows)
-    shapes = linear_shapes(dims, _length(share.tp_heads), _length(share.ffn))
+    own, group, projected = _length(share.rows), _length(share.group_rows), _length(share.projected_rows)
+    shapes = linear_shapes(dims, _length(share.tp_heads), _length(share.ffn), _length(share.projected_heads))
     dense = {name: prod(shape) * e for name, shape in shapes.items()}
-    base = (2 * own + 2 * group) * dims.hidden * e
     before = group * _length(share.tp_heads) * dims.head_dim * e  # one of q, k, v, split by rows
     after = work.rows * _length(share.heads) * dims.head_dim * e if work.layout.sp > 1 else 0  # or by heads
-    attention = 7 * before + 3 * after + max(dense["attn.qkv_proj"], dense["attn.out_proj"])
-    mlp = 3 * group * _length(share.ffn) * e + max(dense["mlp.fc1"], dense["mlp.fc2"])
-    return base + max(attention, mlp)
+    wide = 5 * after + 2 * before if work.hidden else 7 * before + 3 * after
+    attention = (group + projected) * dims.hidden * e + wide + max(dense["attn.qkv_proj"], dense["attn.out_proj"])
+    mlp = 2 * group * dims.hidden * e + 3 * group * _length(share.ffn) * e + max(dense["mlp.fc1"], dense["mlp.fc2"])
+    return 2 * own * dims.hidden * e + max(attention, mlp)
 
 
 def estimate(work: Work, stored: Stored, share: "Share", geometry: Geometry) -> dict[str, int]:

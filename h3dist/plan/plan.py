@@ -32,9 +32,11 @@ class Share:
     tp_index: int
     rows: Span  # my rows of the residual
     group_rows: Span  # the rows of my tp group together
-    tp_heads: Span  # heads whose QKV and output weights I hold
+    tp_heads: Span  # heads whose output weights I hold
     heads: Span  # of those, the heads I attend to
     ffn: Span  # FFN columns whose weights I hold
+    projected_rows: Span  # the rows that I project to q, k and v: my group's, or all
+    projected_heads: Span  # the heads that I project them to: those of my tp share, or mine
     file_bytes: int = 0  # asked of the denoiser's file
     weight_bytes: int = 0  # of the denoiser, kept in memory
     sent: dict[str, int] = field(default_factory=dict)  # bytes to other ranks in the whole run, by collective
@@ -121,7 +123,7 @@ def make_plan(
     geometry = resolved.geometry
     kept_rows = sum(condition.video_rows + condition.audio_rows for condition in conditions)
     rows = text_rows + kept_rows + geometry.audio_rows + geometry.video_rows
-    work = Work(dims, layout, rows, text_rows, steps, ELEMENT_BYTES[dtype], amax, conditions)
+    work = Work(dims, layout, rows, text_rows, steps, ELEMENT_BYTES[dtype], amax, conditions, exchange)
     stored = Stored(bytes_per_weight(dims, dfile), reserve, **(files or {}))
     shares = tuple(_ask(_fill(share, work, stored), work, dfile) for share in split(work))
     return Plan(
@@ -159,7 +161,8 @@ def split(work: Work) -> tuple[Share, ...]:
         group = rows[s * layout.tp : (s + 1) * layout.tp]
         span = (group[0][0], group[-1][1])
         tp_heads, own = heads[t]
-        shares.append(Share(rank, s, t, group[t], span, tp_heads, own[s], ffn[t]))
+        projected = ((0, work.rows), own[s]) if work.hidden else (span, tp_heads)
+        shares.append(Share(rank, s, t, group[t], span, tp_heads, own[s], ffn[t], *projected))
     return tuple(shares)
 
 
@@ -168,8 +171,17 @@ def relayout(plan: Plan, layout: Layout) -> Plan:
 
     Raises PlanError where the model cannot be cut so.
     """
-    element = ELEMENT_BYTES[plan.dtype]
-    work = Work(plan.dims, layout, plan.rows, plan.text_rows, plan.steps, element, plan.amax, plan.conditions)
+    work = Work(
+        plan.dims,
+        layout,
+        plan.rows,
+        plan.text_rows,
+        plan.steps,
+        ELEMENT_BYTES[plan.dtype],
+        plan.amax,
+        plan.conditions,
+        plan.exchange,
+    )
     shares = tuple(_fill(share, work, plan.stored) for share in split(work))
     memory = tuple(estimate(work, plan.stored, share, plan.geometry) for share in shares)
     return replace(plan, layout=layout, mode=layout.mode, chunk=work.chunk, shares=shares, memory=memory, reasons=())
@@ -177,19 +189,13 @@ def relayout(plan: Plan, layout: Layout) -> Plan:
 
 def _fill(share: Share, work: Work, stored: Stored) -> Share:
     """The same share with what it keeps in memory and sends, in bytes."""
-    group, tp_heads, heads, ffn = (b - a for a, b in (share.group_rows, share.tp_heads, share.heads, share.ffn))
-    first = share.rank % work.layout.ranks == 0
-    return replace(
-        share,
-        weight_bytes=weight_bytes(work, stored, tp_heads, ffn),
-        sent=sent(work, first=first, group_rows=group, tp_heads=tp_heads, heads=heads),
-    )
+    return replace(share, weight_bytes=weight_bytes(work, stored, share), sent=sent(work, share))
 
 
 def _ask(share: Share, work: Work, dfile: "DenoiserFile | None") -> Share:
     """The same share with the bytes that it asks of the file."""
     first = share.rank % work.layout.ranks == 0
-    asked = file_bytes(work.dims, dfile, share.tp_heads, share.ffn, refiner=first)
+    asked = file_bytes(work.dims, dfile, share.tp_heads, share.ffn, refiner=first, projected=share.projected_heads)
     return replace(share, file_bytes=asked)
 
 

@@ -26,7 +26,8 @@ def size(count: float) -> str:
 def table(plan: "Plan") -> str:
     """Three tables, one line a rank, between a heading and the reasons; it ends without a newline."""
     holds = [_holds(share) for share in plan.shares]
-    sends = [[str(share.rank), *(size(share.sent[name]) for name in LABELS), size(sum(share.sent.values()))]
+    used = [name for name in LABELS if any(share.sent[name] for share in plan.shares)]
+    sends = [[str(share.rank), *(size(share.sent[name]) for name in used), size(sum(share.sent.values()))]
              for share in plan.shares]  # fmt: skip
     stages = list(plan.memory[0])
     needs = [[str(rank), *(size(memory[name]) for name in stages), size(max(memory.values()))]
@@ -36,7 +37,7 @@ def table(plan: "Plan") -> str:
         _conditions(plan),
         _columns(("rank", "rows", "heads", "of held", "ffn", "from file", "weights"), holds),
         "sent in the whole run, by collective",
-        _columns(("rank", *LABELS, "all"), sends),
+        _columns(("rank", *used, "all"), sends),
         "memory by stage, estimated",
         _columns(("rank", *stages, "peak"), needs),
         "\n".join(f"- {line}" for line in (*plan.reasons, *plan.notes)),

@@ -8,10 +8,16 @@ padding at the tail is sent too, hence counted):
     conditions    (96 * video + 32 * audio rows) * 4 * (n - 1)   likewise: float32 rows of keyframes, references
     rows.gather   2 * w * hidden * e * (tp - 1)       a block, before attention and before the MLP
     rows.reduce   2 * w * hidden * e * (tp - 1)       a block, after both
-    heads.to      3 * g * (Ht - h) * D * e            a block: q, k and v for the other ranks' heads
-    heads.from    (S - g) * h * D * e                 a block: my heads of the other ranks' rows
+    heads.to      3 * (Ht - h) * b(g)                 a block: q, k and v for the other ranks' heads
+    heads.from    h * sum of b(g) of the others       a block: my heads of the other ranks' rows
     amax          4 * (n - 1)                         a quantised linear, one float
     outputs       ceil(S / n) * O * 4 * (n - 1)       an evaluation: O = 128 float32 for the two heads
+
+where b(g) = g * D * e are the bytes of one head of g rows; as int8 codes g * D + 4 * ceil(g / 16), with a scale in
+float32 for each 16 rows. In groups heads go and come by parts, of the same bytes in all. In the variant "hidden",
+over sp > 1, there is no heads.to, rows.gather is halved (the MLP's alone), and instead there is
+
+    hidden.gather ceil(S / n) * hidden * e * (n - 1)  a block, before attention
 
 so Ulysses (tp = 1, g = s_r, Ht = H) sends (3 s_r (H - h_r) + (S - s_r) h_r) D e a block; where all divides,
 its mean over P ranks is 4 S H D e (P - 1) / P^2.
@@ -22,12 +28,24 @@ from math import prod
 from typing import TYPE_CHECKING
 
 from h3dist.conditions import Condition, kept_shapes
-from h3dist.plan.layout import Layout
+from h3dist.plan.exchange import PLAIN, ExchangePlan
+from h3dist.plan.layout import Layout, split_rows
 
 if TYPE_CHECKING:
     from h3dist.checkpoint.comfy import DenoiserDims
+    from h3dist.plan.plan import Share
 
-LABELS = ("text", "conditions", "rows.gather", "rows.reduce", "heads.to", "heads.from", "amax", "outputs")
+LABELS = (
+    "text",
+    "conditions",
+    "rows.gather",
+    "rows.reduce",
+    "hidden.gather",
+    "heads.to",
+    "heads.from",
+    "amax",
+    "outputs",
+)
 ELEMENT_BYTES = {"float32": 4, "bfloat16": 2}
 FLOAT = 4
 
@@ -44,6 +62,12 @@ class Work:
     element: int  # bytes of an element of the compute dtype
     amax: int  # linears whose activations are quantised with a scale that all ranks agree on, all blocks together
     conditions: tuple[Condition, ...] = ()
+    exchange: ExchangePlan = PLAIN
+
+    @property
+    def hidden(self) -> bool:
+        """Whether hidden rows are gathered over all ranks in the place of q, k and v."""
+        return self.exchange.hidden_on(self.layout)
 
     @property
     def kept_shapes(self) -> dict[str, tuple[int, int]]:
@@ -55,24 +79,34 @@ class Work:
         """Rows of a rank before the last: ceil(S / n)."""
         return -(-self.rows // self.layout.ranks)
 
+    @property
+    def group_rows(self) -> tuple[int, ...]:
+        """Rows of every tp group of a request, in their order."""
+        rows = [stop - start for start, stop in split_rows(self.rows, self.layout.ranks)]
+        return tuple(sum(rows[i : i + self.layout.tp]) for i in range(0, len(rows), self.layout.tp))
 
-def sent(work: Work, *, first: bool, group_rows: int, tp_heads: int, heads: int) -> dict[str, int]:
-    """Bytes that one rank sends in a whole run, by label, by the formulas above.
 
-    `first` is the rank that encodes, `group_rows` g, `tp_heads` Ht and `heads` h of the formulas.
-    """
-    dims, layout = work.dims, work.layout
-    blocks = dims.layers * work.steps
-    wire = 2 * min(work.chunk, group_rows) * dims.hidden * work.element * (layout.tp - 1)
+def sent(work: Work, share: "Share") -> dict[str, int]:
+    """Bytes that one rank sends in a whole run, by label, by the formulas above; the request's first rank encodes."""
+    dims, layout, e = work.dims, work.layout, work.element
+    blocks, first = dims.layers * work.steps, share.rank % layout.ranks == 0
+    held, heads = _length(share.tp_heads), _length(share.heads)
+    wire = 2 * min(work.chunk, _length(share.group_rows)) * dims.hidden * e * (layout.tp - 1)
     outputs = 4 * dims.video_channels + dims.audio_channels
-    one_head = dims.head_dim * work.element
+    one_head = [work.exchange.head_bytes(rows, dims.head_dim, e) for rows in work.group_rows]
+    mine = one_head[share.sp_index]
     return {
-        "text": work.text_rows * dims.hidden * work.element * (layout.ranks - 1) if first else 0,
+        "text": work.text_rows * dims.hidden * e * (layout.ranks - 1) if first else 0,
         "conditions": FLOAT * sum(map(prod, work.kept_shapes.values())) * (layout.ranks - 1) if first else 0,
-        "rows.gather": blocks * wire,
+        "rows.gather": blocks * wire // (2 if work.hidden else 1),
         "rows.reduce": blocks * wire,
-        "heads.to": blocks * 3 * group_rows * (tp_heads - heads) * one_head,
-        "heads.from": blocks * (work.rows - group_rows) * heads * one_head,
+        "hidden.gather": blocks * work.chunk * dims.hidden * e * (layout.ranks - 1) if work.hidden else 0,
+        "heads.to": 0 if work.hidden else blocks * 3 * (held - heads) * mine,
+        "heads.from": blocks * heads * (sum(one_head) - mine),
         "amax": work.steps * work.amax * FLOAT * (layout.ranks - 1),
         "outputs": work.steps * work.chunk * outputs * FLOAT * (layout.ranks - 1),
     }
+
+
+def _length(span: tuple[int, int]) -> int:
+    return span[1] - span[0]

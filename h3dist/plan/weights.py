@@ -34,16 +34,22 @@ def released_dims() -> "DenoiserDims":
     )  # fmt: skip
 
 
-def linear_shapes(dims: "DenoiserDims", heads: int, ffn: int) -> dict[str, tuple[int, int]]:
-    """Logical [N, K] of a block's four linears, cut to `heads` heads and `ffn` FFN columns."""
+def linear_shapes(
+    dims: "DenoiserDims", heads: int, ffn: int, projected: int | None = None
+) -> dict[str, tuple[int, int]]:
+    """Logical [N, K] of a block's four linears, cut to `heads` heads and `ffn` FFN columns.
+
+    `projected` heads of QKV, where they are not the same.
+    """
     inner = heads * dims.head_dim
-    shapes = ((3 * inner, dims.hidden), (dims.hidden, inner), (2 * ffn, dims.hidden), (dims.hidden, ffn))
+    qkv = 3 * (heads if projected is None else projected) * dims.head_dim
+    shapes = ((qkv, dims.hidden), (dims.hidden, inner), (2 * ffn, dims.hidden), (dims.hidden, ffn))
     return dict(zip(LINEARS, shapes, strict=True))
 
 
-def linear_weights(dims: "DenoiserDims", heads: int, ffn: int) -> int:
+def linear_weights(dims: "DenoiserDims", heads: int, ffn: int, projected: int | None = None) -> int:
     """Weights, as a count, of the four linears of all blocks, cut as in `linear_shapes`."""
-    return dims.layers * sum(prod(shape) for shape in linear_shapes(dims, heads, ffn).values())
+    return dims.layers * sum(prod(shape) for shape in linear_shapes(dims, heads, ffn, projected).values())
 
 
 def kept_bytes(dims: "DenoiserDims") -> int:
@@ -80,19 +86,28 @@ def modulation_bytes(dims: "DenoiserDims", steps: int, *, kept: bool = False) ->
     return F32 * steps * dims.hidden * (dims.layers * 6 * pairs + 2 * TIMESTEPS)
 
 
-def stored_bytes(dims: "DenoiserDims", heads: int, ffn: int, *, refiner: bool) -> int:
+def stored_bytes(dims: "DenoiserDims", heads: int, ffn: int, *, refiner: bool, projected: int | None = None) -> int:
     """What a rank asks of a released NVFP4 file: its slices, each linear's scalar, all small tensors."""
-    linears = round(NVFP4_BYTES * linear_weights(dims, heads, ffn)) + F32 * len(LINEARS) * dims.layers
+    linears = round(NVFP4_BYTES * linear_weights(dims, heads, ffn, projected)) + F32 * len(LINEARS) * dims.layers
     return linears + kept_bytes(dims) + adaln_bytes(dims) + refiner * BF16 * refiner_weights(dims)
 
 
-def file_bytes(dims: "DenoiserDims", dfile: "DenoiserFile | None", heads: Span, ffn: Span, *, refiner: bool) -> int:
+def file_bytes(
+    dims: "DenoiserDims",
+    dfile: "DenoiserFile | None",
+    heads: Span,
+    ffn: Span,
+    *,
+    refiner: bool,
+    projected: Span | None = None,
+) -> int:
     """What a rank asks of the denoiser's file: exact for `dfile`, else of a released NVFP4 file of `dims`."""
     if dfile is None:
-        return stored_bytes(dims, heads[1] - heads[0], ffn[1] - ffn[0], refiner=refiner)
+        start, stop = projected or heads
+        return stored_bytes(dims, heads[1] - heads[0], ffn[1] - ffn[0], refiner=refiner, projected=stop - start)
     from h3dist.checkpoint.shard import rank_file_bytes
 
-    return rank_file_bytes(dfile, heads, ffn, refiner=refiner)
+    return rank_file_bytes(dfile, heads, ffn, refiner=refiner, projected=projected)
 
 
 def bytes_per_weight(dims: "DenoiserDims", dfile: "DenoiserFile | None") -> float:

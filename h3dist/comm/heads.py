@@ -1,0 +1,162 @@
+"""The moves between rows and heads in one sequence group, in groups of heads, with attention between them.
+
+A rank's heads are cut in as many groups as the plan says; a rank with fewer heads has empty ones. While attention
+works on a group, q, k and v of the next one come and the output of the one before goes. Each move packs once and
+unpacks at most once: q, k and v are attended to as they arrive, the output is sent as attention left it.
+
+Shape letters: S all rows; g rows of this rank's tp group; H heads of its tp share, j heads that it projects to, n of
+its heads in a group of heads; D head size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from h3dist.comm.codec import Codec, Plain
+from h3dist.comm.wire import Wire
+from h3dist.plan import Plan, Share, Span, split_ragged
+
+Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
+Heads = tuple[Tensor, Tensor, Tensor]  # q, k and v
+
+
+class Part(NamedTuple):
+    """One group of heads: those of every rank of the sequence group, counted from the first head of our tp share."""
+
+    spans: tuple[Span, ...]
+
+    @property
+    def counts(self) -> list[int]:
+        return [stop - start for start, stop in self.spans]
+
+
+class HeadMoves:
+    """What one rank of a sequence group sends and gets, part by part."""
+
+    def __init__(self, plan: Plan, share: Share, wire: Wire, codec: Codec) -> None:
+        peers = [plan.shares[rank] for rank in wire.group.ranks]
+        self._wire, self._codec, self._plain = wire, codec, isinstance(codec, Plain)
+        self._held, self._first = _length(share.tp_heads), share.projected_heads[0] - share.tp_heads[0]
+        self._rows = [_length(peer.group_rows) for peer in peers]
+        self._local = plan.exchange.hidden_on(plan.layout)  # q, k and v are of all rows already
+        self._whole = Part(tuple(_inside(peer, share.tp_heads[0]) for peer in peers))
+        self._parts = tuple(_cut(self._whole, plan.exchange.groups))
+
+    def attend(self, q_pjD: Tensor, k_pjD: Tensor, v_pjD: Tensor, attention: Attention) -> Tensor:
+        """o_gHD: attention over all rows, part by part, with the moves beside it."""
+        o_gHD = q_pjD.new_empty(self._rows[self._wire.group.index], self._held, q_pjD.shape[2])
+        came = self._bring(self._parts[0], q_pjD, k_pjD, v_pjD)
+        leave: Callable[[], None] = _nothing
+        for part, after in zip(self._parts, (*self._parts[1:], None), strict=True):
+            coming = self._bring(after, q_pjD, k_pjD, v_pjD) if after else None
+            leaving = self._send_back(part, _attended(attention, *came()), o_gHD)
+            leave()  # of the part before: it went while attention worked
+            came, leave = coming, leaving
+        leave()
+        return o_gHD
+
+    def to_heads(self, q_gHD: Tensor, k_gHD: Tensor, v_gHD: Tensor) -> Heads:
+        """(q_ShD, k_ShD, v_ShD): all rows of my heads, of my sequence group's rows of our heads.
+
+        They come as views of one tensor [S, 3, h, D]: contiguous in their last two dimensions alone.
+        """
+        return self._send(self._whole, q_gHD, k_gHD, v_gHD)()
+
+    def to_rows(self, o_ShD: Tensor) -> Tensor:
+        """o_gHD: my group's rows of our heads, the inverse of `to_heads`."""
+        o_gHD = o_ShD.new_empty(self._rows[self._wire.group.index], self._held, o_ShD.shape[2])
+        self._send_back(self._whole, o_ShD, o_gHD)()
+        return o_gHD
+
+    def _bring(self, part: Part, q_pjD: Tensor, k_pjD: Tensor, v_pjD: Tensor) -> Callable[[], Heads]:
+        """Starts to fetch all rows of my heads of a part; gives what waits for them."""
+        if not self._local:
+            return self._send(part, q_pjD, k_pjD, v_pjD)
+        start, stop = (head - self._first for head in part.spans[self._wire.group.index])
+        mine = tuple(x_SjD[:, start:stop] for x_SjD in (q_pjD, k_pjD, v_pjD))
+        return lambda: mine
+
+    def _send(self, part: Part, q_gHD: Tensor, k_gHD: Tensor, v_gHD: Tensor) -> Callable[[], Heads]:
+        g, _, D = q_gHD.shape
+        out = [self._codec.count((g, 3, n, D)) for n in part.counts]
+        sent = self._codec.room(q_gHD, sum(out))
+        for piece, (start, stop) in zip(sent.split(out), part.spans, strict=True):
+            self._codec.write(piece, [x_gHD[:, start:stop] for x_gHD in (q_gHD, k_gHD, v_gHD)])
+        mine = part.counts[self._wire.group.index]
+        shapes = [(rows, 3, mine, D) for rows in self._rows]
+        came = self._move("heads.to", sent, out, [self._codec.count(shape) for shape in shapes])
+        return lambda: self._joined(came(), shapes, q_gHD).unbind(1)
+
+    def _joined(self, came: Tensor, shapes: Sequence[tuple[int, ...]], like: Tensor) -> Tensor:
+        """qkv_S3nD from every rank's piece; where nothing is coded, what came is it."""
+        whole = sum(self._rows), *shapes[0][1:]
+        if self._plain:
+            return came.view(whole)
+        qkv_S3nD = like.new_empty(whole)
+        pieces = came.split([self._codec.count(shape) for shape in shapes])
+        for piece, target in zip(pieces, qkv_S3nD.split(self._rows), strict=True):
+            self._codec.read(piece, target)
+        return qkv_S3nD
+
+    def _send_back(self, part: Part, o_SnD: Tensor, o_gHD: Tensor) -> Callable[[], None]:
+        """Starts the return of a part's output to its rows; gives what waits for ours and puts it into o_gHD."""
+        g, D = o_gHD.shape[0], o_gHD.shape[2]
+        out = [self._codec.count((rows, 1, o_SnD.shape[1], D)) for rows in self._rows]
+        into = [self._codec.count((g, 1, n, D)) for n in part.counts]
+        came = self._move("heads.from", self._laid(o_SnD, out), out, into)
+
+        def finish() -> None:
+            for piece, (start, stop) in zip(came().split(into), part.spans, strict=True):
+                self._codec.read(piece, o_gHD[:, None, start:stop])
+
+        return finish
+
+    def _laid(self, o_SnD: Tensor, out: Sequence[int]) -> Tensor:
+        """The output by the rows' owners: as attention left it, where nothing is coded."""
+        if self._plain:
+            return o_SnD.contiguous().flatten()
+        sent = self._codec.room(o_SnD, sum(out))
+        for piece, o_rnD in zip(sent.split(out), o_SnD.split(self._rows), strict=True):
+            self._codec.write(piece, [o_rnD])
+        return sent
+
+    def _move(self, label: str, sent: Tensor, out: list[int], into: list[int]) -> Callable[[], Tensor]:
+        """A move that runs beside what follows; where heads are in one part nothing does, and it is a plain one."""
+        if len(self._parts) > 1:
+            return self._wire.all_to_all_later(label, sent, out, into, hold=False)
+        came = self._wire.all_to_all(label, sent, out, into)
+        return lambda: came
+
+
+def _cut(whole: Part, groups: int) -> Iterator[Part]:
+    """Every rank's heads in `groups` ragged parts; parts that are empty on all ranks are left out."""
+    for spans in zip(*(_ragged(span, groups) for span in whole.spans), strict=True):
+        if any(stop > start for start, stop in spans):
+            yield Part(spans)
+
+
+def _ragged(span: Span, groups: int) -> list[Span]:
+    start, stop = span
+    return [(start + a, start + b) for a, b in split_ragged(stop - start, groups)]
+
+
+def _attended(attention: Attention, q_SnD: Tensor, k_SnD: Tensor, v_SnD: Tensor) -> Tensor:
+    """o_SnD; without heads there is nothing to attend to."""
+    return attention(q_SnD, k_SnD, v_SnD) if q_SnD.numel() else torch.empty_like(q_SnD)
+
+
+def _nothing() -> None:
+    """Before the first part none has left."""
+
+
+def _inside(peer: Share, first: int) -> Span:
+    """A peer's heads, counted from the first head of our tp share."""
+    return peer.heads[0] - first, peer.heads[1] - first
+
+
+def _length(span: Span) -> int:
+    return span[1] - span[0]
