@@ -48,7 +48,7 @@ class RuntimeConfig:
     threads: str = "auto"  # cores / ranks; all of them while one rank works alone
     timeout: float = 300  # seconds a tensor exchange may take
     stage_timeout: float = 1800  # seconds the others wait while one rank works alone
-    allow_untrained: bool = False  # clips over 362 frames
+    allow_untrained: bool = False  # clips over 362 frames, prompts over 7000 characters
 
 
 @dataclass
@@ -160,6 +160,7 @@ POSITIVE = (
     "sampler.beta_a",
     "sampler.beta_b",
 )
+FOLDERS = ("hydra.run.", "hydra.sweep.", "hydra.output_subdir", "hydra.job.chdir")  # keys without effect
 NOT_FROM_TEXT = "name a file with --prompt-file or request.prompt_file=, or quote it: request.prompt='...'"
 
 
@@ -222,6 +223,10 @@ def check_overrides(overrides: Sequence[str], schema: type[Config] = Config) -> 
     seen: set[str] = set()
     for override in map(parse_override, overrides):
         name = override.key_or_group
+        if name.startswith(FOLDERS):
+            raise ConfigError(
+                f"{override.input_line}: runs have no folder of Hydra's; output.path= says where to write"
+            )
         if name in groups:
             _check_group(override, seen)
         elif name.split(".")[0].split("/")[0] != "hydra":

@@ -9,7 +9,6 @@ The joined film is encoded anew, at one frame every 1/24 s throughout.
 
 import os
 import secrets
-import sys
 from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -30,7 +29,7 @@ from h3dist.geometry import (
     audio_samples,
 )
 from h3dist.media import film_frames, film_sound, measure_film, write_film_lossless, write_mp4
-from h3dist.outputs import beside
+from h3dist.outputs import beside, claimed
 from h3dist.request import MediaFacts, parse_request, resolve
 
 OVERLAP = 22  # frames of the earlier clip that guide the new one, where nobody says
@@ -56,6 +55,11 @@ def run_extend(clip: str, job: launcher.Job, path: str, overlap: int = OVERLAP) 
     making a clip raises; where the new clip fails, neither guide nor joined film stays.
     """
     made = prepare(clip, job, path, overlap)
+    with claimed((made.guide, made.joined)):
+        return _extend(made, path, overlap)
+
+
+def _extend(made: Extension, path: str, overlap: int) -> int:
     write_guide(made)
     code = 1
     try:
@@ -65,7 +69,7 @@ def run_extend(clip: str, job: launcher.Job, path: str, overlap: int = OVERLAP) 
             os.unlink(made.guide)
     if code == 0:
         join(made.clip, path, overlap, made.joined, made.job.request["prompt"])
-        print(f"h3dist: joined: {made.joined}", file=sys.stderr)
+        print(made.joined, flush=True)
     return code
 
 

@@ -6,6 +6,7 @@ Under the launcher `job=` names what to make. Without it rank 0 reads the reques
 """
 
 import sys
+from contextlib import ExitStack
 from typing import Any
 
 import hydra
@@ -17,6 +18,7 @@ from h3dist import workers
 from h3dist.config import conf_dir, register_schema, to_config
 from h3dist.errors import ConfigError
 from h3dist.job import make_job, read_job
+from h3dist.outputs import Outputs, claimed
 from h3dist.request import gather_request
 from h3dist.topology import Ranks, read_ranks, threads_per_rank
 
@@ -44,17 +46,19 @@ def work(composed: DictConfig, job: dict[str, Any] | None, ranks: Ranks, parts: 
     if HydraConfig.get().mode == RunMode.MULTIRUN:
         raise ConfigError("--multirun would sweep on every rank by itself; h3dist matrix sweeps")
     config = to_config(composed, list(HydraConfig.get().overrides.task))
-    if job is None and ranks.rank == 0:
-        job = make_job(config, gather_request(vars(config.request)), {})
-        parts.extend(job["output"]["parts"].values())
-        for note in job["notes"]:
-            print(f"h3dist: {note}", file=sys.stderr)
-    import torch
+    with ExitStack() as held:
+        if job is None and ranks.rank == 0:
+            job = make_job(config, gather_request(vars(config.request)), {})
+            held.enter_context(claimed(Outputs(**job["output"]).targets().values()))
+            parts.extend(job["output"]["parts"].values())
+            for note in job["notes"]:
+                print(f"h3dist: {note}", file=sys.stderr)
+        import torch
 
-    from h3dist import pipeline
+        from h3dist import pipeline
 
-    torch.set_num_threads(threads_per_rank(config.runtime.threads, ranks.local_world))
-    pipeline.run(config, job, ranks)
+        torch.set_num_threads(threads_per_rank(config.runtime.threads, ranks.local_world))
+        pipeline.run(config, job, ranks)
 
 
 if __name__ == "__main__":

@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from h3dist.config import Config, compose
-from h3dist.errors import PlanError
+from h3dist.errors import PlanError, RankError
 from h3dist.job import make_job, write_job
-from h3dist.plan import Layout
+from h3dist.outputs import Outputs, claimed
+from h3dist.plan import Plan
 from h3dist.processes import Outcome, launch_ranks, leave, on_signals
 from h3dist.topology import threads_per_rank, visible_devices
 from h3dist.torchrun import run_folder, torchrun
@@ -38,38 +39,54 @@ class Job:
 def run_generate(job: Job) -> int:
     """Make a clip: check everything that can be checked here, start the ranks, wait. Gives the exit code.
 
+    The clip's path, once it is there, goes to stdout.
+
     Raises an `H3Error` for what is refused before any rank starts, and SystemExit where a signal comes
     before; what fails later is told on stderr.
     """
-    from h3dist.planner import decide_run
-
     with on_signals(leave):
         config = compose(job.overrides)
         made = make_job(config, job.request, job.output, job.inputs)
-        decision = decide_run(config, made["request"], job.gpus)
-        layout = decision.plan.layout
-        check_devices(config, layout.world)
-        for note in (*made["notes"], *decision.notes):
-            print(f"h3dist: {note}", file=sys.stderr)
-        environ = {"OMP_NUM_THREADS": str(threads_per_rank(config.runtime.threads, layout.world))}
-        if decision.visible:
-            environ["CUDA_VISIBLE_DEVICES"] = decision.visible
-        return _run(made, job, layout, environ)
+        with claimed(Outputs(**made["output"]).targets().values()):
+            code = _decide_and_run(config, made, job)
+        if code == 0:
+            print(made["output"]["path"], flush=True)
+        return code
 
 
-def _run(made: dict[str, Any], job: Job, layout: Layout, environ: dict[str, str]) -> int:
-    folder = run_folder()
-    made |= {"status_dir": str(folder / "status"), "verbose": job.verbose, "layout": asdict(layout)}
-    write_job(made, folder / "job.json")
-    outcome = launch_ranks(
-        torchrun(folder, layout.world, "h3dist.generate", [f"job={folder}/job.json", *job.overrides]),
-        folder / "status",
-        layout.world,
-        list(made["output"]["parts"].values()),
-        environ=environ,
-        log=folder / "torchrun.log",
-    )
-    return report(outcome, folder, layout.world, job.verbose)
+def _decide_and_run(config: Config, made: dict[str, Any], job: Job) -> int:
+    from h3dist.planner import decide_run
+
+    decision = decide_run(config, made["request"], job.gpus)
+    plan = decision.plan
+    check_devices(config, plan.layout.world)
+    for note in (*made["notes"], *decision.notes):
+        print(f"h3dist: {note}", file=sys.stderr)
+    print(f"h3dist: starting {plan.layout.world} rank{'s' * (plan.layout.world > 1)}: {plan.layout}", file=sys.stderr)
+    environ = {"OMP_NUM_THREADS": str(threads_per_rank(config.runtime.threads, plan.layout.world))}
+    if decision.visible:
+        environ["CUDA_VISIBLE_DEVICES"] = decision.visible
+    return _run(made, job, plan, environ)
+
+
+def _run(made: dict[str, Any], job: Job, plan: Plan, environ: dict[str, str]) -> int:
+    folder, world = run_folder(), plan.layout.world
+    made |= {"layout": asdict(plan.layout), "exchange": asdict(plan.exchange)}
+    made |= {"status_dir": str(folder / "status"), "verbose": job.verbose}
+    try:
+        write_job(made, folder / "job.json")
+        outcome = launch_ranks(
+            torchrun(folder, world, "h3dist.generate", [f"job={folder}/job.json", *job.overrides]),
+            folder / "status",
+            world,
+            list(made["output"]["parts"].values()),
+            environ=environ,
+            log=folder / "torchrun.log",
+        )
+    except BaseException:  # before a rank ran, or in the middle of its watch: nothing there would explain it
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+    return report(outcome, folder, world, job.verbose)
 
 
 def check_devices(config: Config, world: int) -> None:
@@ -86,13 +103,19 @@ def check_devices(config: Config, world: int) -> None:
 
 
 def report(outcome: Outcome, folder: Path, world: int, verbose: bool) -> int:
-    """Tell on stderr why a run failed and where its logs are; otherwise remove them. Gives the exit code."""
-    if outcome.cause is None:
-        shutil.rmtree(folder, ignore_errors=True)
-        return outcome.exit_code
-    print(f"h3dist: error: {outcome.cause.text(world)}", file=sys.stderr)
-    trace = folder / "status" / f"rank{outcome.cause.rank}.traceback"
-    if verbose and trace.exists():
-        print(trace.read_text(errors="replace"), file=sys.stderr, end="")
-    print(f"h3dist: logs of this run: {folder}", file=sys.stderr)
+    """Tell on stderr why a run failed. Gives the exit code.
+
+    The run's logs go, but where they may tell more than that: of what nobody foresaw, of a rank that died, or if
+    `verbose`; then their place is told.
+    """
+    cause = outcome.cause
+    if cause is not None:
+        print(f"h3dist: error: {cause.text(world)}", file=sys.stderr)
+        trace = folder / "status" / f"rank{cause.rank}.traceback"
+        if verbose and trace.exists():
+            print(trace.read_text(errors="replace"), file=sys.stderr, end="")
+        if verbose or cause.exit_code in (1, RankError.exit_code):
+            print(f"h3dist: logs of this run: {folder}", file=sys.stderr)
+            return outcome.exit_code
+    shutil.rmtree(folder, ignore_errors=True)
     return outcome.exit_code

@@ -5,13 +5,15 @@ once it is whole. The names are chosen before any rank starts, so that whoever e
 Standard library only.
 """
 
+import errno
 import hashlib
 import os
 import secrets
+import socket
 import stat
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -158,12 +160,34 @@ def check_outputs(outputs: Outputs, geometry: Geometry, steps: int) -> None:
 
 
 def refuse_inputs(outputs: Outputs, inputs: Iterable[str | None]) -> None:
-    """Raise `OutputError` where a run would replace one of the files that it reads, as far as they are named."""
+    """Raise `OutputError` where a run would replace a file that it reads: one of `inputs`, or in a folder of them."""
     read = {os.path.realpath(path) for path in inputs if path}
+    folders = {path for path in read if os.path.isdir(path)}
     for role, target in outputs.targets().items():
-        if os.path.realpath(target) in read:
+        real = os.path.realpath(target)
+        if real in read or (os.path.dirname(real) in folders and os.path.lexists(real)):
             what = "" if role == "path" else f", as the {role} of {outputs.path},"
             raise OutputError(f"this run reads {target} and would replace it{what} with its own; name another output")
+
+
+@contextmanager
+def claimed(targets: Iterable[str]) -> Iterator[None]:
+    """While it lasts, no other run on this machine claims one of these files. Raises `OutputError` where one has.
+
+    Each is held as a name in the kernel's abstract sockets, which goes with the process, however that ends.
+    """
+    with ExitStack() as held:
+        for target in targets:
+            folder, name = os.path.split(os.path.abspath(target))
+            path = os.fsencode(os.path.join(os.path.realpath(folder), name))
+            holder = held.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM))
+            try:
+                holder.bind(b"\0h3dist-" + hashlib.sha256(path).hexdigest().encode())
+            except OSError as error:
+                if error.errno != errno.EADDRINUSE:
+                    raise
+                raise OutputError(f"another run is writing {target} now; name another output, or wait") from error
+        yield
 
 
 def bytes_needed(geometry: Geometry, steps: int) -> dict[str, int]:

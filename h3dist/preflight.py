@@ -61,6 +61,10 @@ def facts_ahead(config: Config, found: Sequence[Piece]) -> Facts:
     dfile = open_denoiser(model.denoiser, qkv_order=model.qkv_order) if Path(model.denoiser).is_file() else None
     paths = {name: Path(getattr(model, name)) for name in ("text_encoder", "video_vae", "audio_vae")}
     sizes = {name: path.stat().st_size for name, path in paths.items() if path.is_file()}
+    absent = {name: path for name, path in ({"denoiser": Path(model.denoiser)} | paths).items() if not path.is_file()}
+    if absent:
+        told = ", ".join(f"model.{name}={path}" for name, path in absent.items())
+        notes.append(f"planned without what is not there: {told}")
     if Path(model.tokenizer).is_dir():
         text_rows = count_tokens(model.tokenizer, *found)
     else:

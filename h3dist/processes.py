@@ -153,7 +153,8 @@ def _overdue(status_dir: Path, world: int, limit: float) -> Cause:
 
 def _unexplained(code: int, log: Path) -> Cause:
     """No rank said that it failed, and not all said that they were done."""
-    last = next((line for line in reversed(_text(log).splitlines()) if line.strip()), "no word in its log")
+    said = (line.strip() for line in reversed(_text(log).splitlines()))
+    last = next((line for line in said if re.search(r"\w", line)), "no word in its log")  # torchrun rules lines
     return Cause("RankError", f"torchrun ended with code {code} and left ranks undone: {last}", RankError.exit_code)
 
 

@@ -8,6 +8,20 @@ from types import TracebackType
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
+STAGES = {
+    "start": "reading the request and the checkpoints' headers",
+    "encode": "encoding text, pictures and sound; reading the denoiser's weights",
+    "denoise": "running the denoiser",
+    "decode": "decoding frames and sound",
+}
+
+
+def announce(stage: str) -> None:
+    """Say on stderr that a stage begins; one that is over at once is passed over."""
+    if stage in STAGES:
+        with suppress(OSError):
+            print(f"h3dist: {stage}: {STAGES[stage]}", file=sys.stderr, flush=True)
+
 
 class Steps:
     """Progress over `total` model evaluations; `seconds` keeps the time of each. Silent where not `shown`."""

@@ -11,6 +11,7 @@ from h3dist.comm import Comm
 from h3dist.config import Config
 from h3dist.errors import PlanError
 from h3dist.outputs import Outputs
+from h3dist.progress import announce
 from h3dist.status import StatusFile
 from h3dist.topology import Ranks, cores
 
@@ -37,6 +38,8 @@ class Site:
         """A stage of the run: all ranks leave it together, or all raise the first error."""
         if self.status:
             self.status.enter(name)
+        if self.first:
+            announce(name)
         begun = time.perf_counter()
         with self.comm.stage(name):
             yield

@@ -21,4 +21,3 @@ done <tiny/overrides.txt
 "$venv/bin/h3dist" generate "A small boat on a calm lake at dawn; water laps against the wood." \
     --gpus 2 --mode ulysses -o quickstart.mp4 "${overrides[@]}" \
     request.width=192 request.height=128 request.frames=39 request.steps=4 request.seed=7
-echo "$PWD/quickstart.mp4"

@@ -1,5 +1,6 @@
 """A launcher of acting ranks, a process of its own: `python acting_launcher.py SCRATCH PARTS [WORD]...`."""
 
+import shutil
 import signal
 import sys
 import time
@@ -24,4 +25,5 @@ outcome = launch_ranks(
     log=folder / "torchrun.log",
 )
 (scratch / "ended").write_text(str(time.time()))
+shutil.copytree(folder / "status", scratch / "status", ignore=shutil.ignore_patterns("lifeline"))
 sys.exit(report(outcome, folder, world, verbose=False))

@@ -110,6 +110,18 @@ def test_an_output_name_arrives_untouched(name, run):
     assert job.overrides == []
 
 
+def test_an_option_with_an_equals_sign_is_no_file_of_that_name(run, refused):
+    assert "write -o x.mp4, or -o ./=x.mp4 for such a name" in refused("generate", "a fox", "-o=x.mp4")
+    assert run("generate", "a fox", "--output=x.mp4")[1].output["path"] == "x.mp4"
+    assert run("generate", "a fox", "-o", "./=x.mp4")[1].output["path"] == "./=x.mp4"
+
+
+@pytest.mark.parametrize("key", ["hydra.run.dir", "hydra.sweep.dir", "hydra.output_subdir", "hydra.job.chdir"])
+def test_a_folder_of_hydras_is_refused_naming_the_output(key, refused):
+    told = refused("generate", "a fox", f"{key}=true")
+    assert f"{key}=true: runs have no folder of Hydra's; output.path= says where to write" in told
+
+
 def test_the_first_word_is_the_prompt_even_with_an_equals_sign(run):
     _, job, _, err = run("generate", "request.seed=7", "request.seed=8")
     assert job.request == {"prompt": "request.seed=7", "seed": 8}

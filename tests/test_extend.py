@@ -68,7 +68,7 @@ def test_a_clip_goes_on_without_a_seam(stand_in, tmp_path, capsys):
     assert given.gpus == 2 and numbers(guide.frames) == list(range(17, 39))
 
     joined = tmp_path / "b.joined.mp4"
-    assert capsys.readouterr().err == f"h3dist: joined: {joined}\n"
+    assert capsys.readouterr() == (f"{joined}\n", "")
     with av.open(str(joined)) as container:
         frames = list(container.decode(video=0))
         assert [frame.pts * frame.time_base * 24 for frame in frames] == list(range(39 + 39 - 22))

@@ -103,6 +103,8 @@ def test_a_killed_rank_is_named_with_its_signal(runs):
     pid = next(iter(json.loads((runs["killed"].scratch / "pid1").read_text())))
     assert code == 7
     assert complained.splitlines()[0] == f"h3dist: error: RankError on rank 1: process {pid} was killed by SIGKILL"
+    assert complained.splitlines()[1:] == [f"h3dist: logs of this run: {runs['killed'].folder}"]
+    assert list(runs["killed"].folder.glob("logs/*/attempt_0/1/stderr.log"))
     assert not (runs["killed"].scratch / "video.part").exists()
 
 
@@ -128,14 +130,11 @@ def test_an_exception_on_one_rank_ends_all_and_is_told_once(runs):
     """
     run = runs["deaf"]
     code, said, complained = run.end()
-    failed = json.loads((run.folder / "status" / "rank1.json").read_text())["ended"]
+    failed = json.loads((run.scratch / "status" / "rank1.json").read_text())["ended"]
     ended = float((run.scratch / "ended").read_text())
     assert (code, said) == (5, "")
-    assert complained.splitlines() == [
-        "h3dist: error: OutputError on rank 1: the disk is full",
-        f"h3dist: logs of this run: {run.folder}",
-    ]
-    assert list(run.folder.glob("logs/*/attempt_0/1/stderr.log"))
+    assert complained.splitlines() == ["h3dist: error: OutputError on rank 1: the disk is full"]
+    assert not run.folder.exists(), "an error that was foreseen is told whole"
     assert 7 < ended - failed < LIMIT
     assert not (run.scratch / "video.part").exists()
 
@@ -172,7 +171,7 @@ def test_an_unexpected_exception_keeps_its_traceback(tmp_path, capfd):
 
 def test_a_command_that_starts_no_rank(tmp_path):
     log = tmp_path / "log"
-    log.write_text("something\nImportError: no torch\n\n")
+    log.write_text("something\nImportError: no torch\n\n======\n  -----\n")
     outcome = launch_ranks(["false"], tmp_path / "status", 2, [], environ={}, log=log)
     assert outcome.exit_code == 7
     assert "code 1" in outcome.cause.message and "ImportError: no torch" in outcome.cause.message
@@ -297,11 +296,16 @@ def test_a_cause_names_rank_and_stage(tmp_path):
     assert cause.text(world=1) == "OutputError in mux: disk full"
 
 
-def test_a_failure_is_reported_once_and_its_logs_kept(tmp_path, capsys):
+def test_a_failure_is_reported_once_and_its_logs_kept_where_they_may_tell_more(tmp_path, capsys):
     outcome = Outcome(5, Cause("OutputError", "disk full", 5, 1, "mux"))
-    assert report(outcome, tmp_path, 4, verbose=True) == 5
-    assert capsys.readouterr().err.count("disk full") == 1
-    assert tmp_path.exists()
+    for told, kept in ((outcome, True), (Outcome(7, Cause("RankError", "disk full", 7)), False)):
+        assert report(told, tmp_path, 4, verbose=kept) == told.exit_code
+        assert capsys.readouterr().err.count("disk full") == 1
+        assert tmp_path.exists()
+    folder = tmp_path / "foreseen"
+    folder.mkdir()
+    assert report(outcome, folder, 4, verbose=False) == 5 and not folder.exists()
+    capsys.readouterr()
     assert report(Outcome(143), tmp_path, 4, verbose=True) == 143
     assert capsys.readouterr().err == ""
     assert not tmp_path.exists()

@@ -3,7 +3,7 @@
 import errno
 import sys
 
-from h3dist.progress import Steps
+from h3dist.progress import Steps, announce
 
 
 class FullDisk:
@@ -38,3 +38,19 @@ def test_a_log_on_a_full_disk_ends_no_run(monkeypatch):
     monkeypatch.setattr(sys, "stderr", full)
     assert len(advance(3).seconds) == 3
     assert full.tries == 3
+
+
+def test_a_stage_is_said_in_one_line_and_a_full_disk_ends_no_run(capsys, monkeypatch):
+    for stage in ("start", "plan", "encode", "denoise", "decode"):
+        announce(stage)
+    told = capsys.readouterr()
+    assert told.out == "" and [line.split(":")[1].strip() for line in told.err.splitlines()] == [
+        "start",
+        "encode",
+        "denoise",
+        "decode",
+    ]
+    full = FullDisk()
+    monkeypatch.setattr(sys, "stderr", full)
+    announce("encode")
+    assert full.tries == 1

@@ -137,9 +137,24 @@ def test_a_value_that_is_nested_too_deep_is_called_that():
     assert refused(seed=deep) == "a value in the request is nested too deep"
 
 
-@pytest.mark.parametrize("number", ["9" * 5000, "\u0661"], ids=["5000 digits", "another script's digit"])
+@pytest.mark.parametrize("number", ["9" * 3000, "\u0661"], ids=["3000 digits", "another script's digit"])
 def test_a_name_that_no_medium_can_have_is_text(number):
     assert resolve(parse_request({"prompt": f"<Picture {number}> <picture {number}>", "seed": 1})).notes == ()
+
+
+def test_a_prompt_has_at_most_7000_characters_unless_more_are_admitted():
+    long = parse_request({"prompt": "雨" * 7001, "seed": 1})
+    with pytest.raises(RequestError, match="prompt: 7001 characters; at most 7000 are read, and --allow-untrained"):
+        resolve(long)
+    assert resolve(long, allow_untrained=True).prompt == "雨" * 7001
+    assert resolve(parse_request({"prompt": "雨" * 7000, "seed": 1})).prompt == "雨" * 7000
+
+
+def test_a_prompt_with_a_nul_is_refused():
+    assert (
+        refused(prompt="a\0fox")
+        == "prompt: holds a NUL character, which no text has; the file may be no text, or UTF-16"
+    )
 
 
 def test_text_that_is_not_unicode():

@@ -223,7 +223,7 @@ def again(runs, home):
     path = "../../quickstart/outputs/quickstart/tiny"
     command = h3dist(home / "again", *asked, *overrides(made / "tiny", path), cwd=out)
     code, said, complained = command.ended()
-    assert (code, said) == (0, ""), complained
+    assert (code, said) == (0, f"{out / NAME}.mp4\n"), complained
     return json.loads((made / "quickstart.json").read_text()), out
 
 

@@ -3,6 +3,7 @@
 import re
 import shlex
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from h3dist import launcher
 from h3dist.checkpoint.tiny import write_tiny
 from h3dist.cli.commands import main
+from h3dist.outputs import claimed
 
 FILES = ("denoiser", "text_encoder", "video_vae", "audio_vae")
 
@@ -89,6 +91,50 @@ def test_memory_that_no_layout_makes_enough_names_less_to_make(run):
     for words in re.findall(r"(?:what fits is|or) (request[^,]*), [\d.]+ GiB", told):
         taken = [word for word in large if word.split("=")[0] not in words] + words.split()
         assert run(*asked, *taken, tiny=False)[0] == 0
+
+
+def test_a_plan_names_the_paths_that_are_not_there(run):
+    code, _, told, _ = run("plan", "A boat.", "model.denoiser=/nowhere/h3.safetensors", "model.tokenizer=/nowhere/t")
+    assert code == 0
+    assert "planned without what is not there: model.denoiser=/nowhere/h3.safetensors\n" in told
+    assert "no tokenizer at /nowhere/t: " in told
+
+
+def test_gpus_without_a_name_are_called_that(run):
+    code, said, _, _ = run("plan", "A boat.", "--gpu-memory", "96GiB", tiny=False)
+    assert code == 0 and "no time is predicted: these GPUs have no name (say one with --gpu)" in said
+
+
+def test_a_file_of_the_tokenizers_is_not_replaced(run, paths):
+    for name in ("tokenizer.json", "tokenizer.mp4", "tokenizer_config.json"):  # of the second, NAME.json is
+        before = (paths["tokenizer"] / "tokenizer.json").read_bytes()
+        code, _, told, begun = run("generate", "x", "-o", str(paths["tokenizer"] / name))
+        assert (code, begun) == (5, False) and "this run reads" in told
+        assert (paths["tokenizer"] / "tokenizer.json").read_bytes() == before
+    assert run("generate", "x", "-o", str(paths["tokenizer"] / "new.mp4"))[0] == 0
+
+
+def test_two_runs_do_not_write_the_same_files_at_once(run, tmp_path):
+    with claimed([str(tmp_path / "o.json")]):
+        code, _, told, begun = run("generate", "x", "-o", "o.mp4")
+        assert (code, begun) == (5, False) and f"another run is writing {tmp_path}/o.json now" in told
+        assert run("generate", "x", "-o", "p.mp4")[0] == 0
+    assert run("generate", "x", "-o", "o.mp4")[0] == 0
+
+
+def test_a_clip_that_is_made_has_its_path_on_stdout_alone(run, tmp_path):
+    assert run("generate", "x", "-o", "o.mp4")[1] == f"{tmp_path}/o.mp4\n"
+
+
+def test_nothing_is_left_of_a_run_that_ends_before_its_ranks(paths, monkeypatch, tmp_path):
+    """A signal or an error between the folder of a run and its ranks takes the folder along."""
+    lines = paths["overrides"].read_text().replace("@", str(paths["overrides"].parent)).splitlines()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(launcher, "launch_ranks", lambda *_, **__: (_ for _ in ()).throw(SystemExit(143)))
+    job = launcher.Job({"prompt": "x", "seed": 1}, lines, 1, {"path": str(tmp_path / "o.mp4")})
+    with pytest.raises(SystemExit):
+        launcher.run_generate(job)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_outputs_are_checked_before_the_checkpoints_are_looked_at(run, tmp_path):

@@ -55,5 +55,7 @@ Gpus = Annotated[str, typer.Option("--gpus", metavar="N|auto", help="Ranks; all 
 Mode = Annotated[str | None, typer.Option("--mode", metavar="NAME", help="Layout: auto, ulysses, ...")]
 Attention = Annotated[str | None, typer.Option("--attention", metavar="NAME", help="See `h3dist attention`.")]
 NoClobber = Annotated[bool, typer.Option("--no-clobber", help="Refuse to replace an existing file.")]
-Untrained = Annotated[bool, typer.Option("--allow-untrained", help="Admit clips over 362 frames.")]
+Untrained = Annotated[
+    bool, typer.Option("--allow-untrained", help="Admit clips over 362 frames, prompts over 7000 characters.")
+]
 Verbose = Annotated[bool, typer.Option("--verbose", "-v", callback=remember, help="Say more.")]

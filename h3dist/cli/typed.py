@@ -64,6 +64,8 @@ def output_options(overrides: list[str], path: str | None, no_clobber: bool) -> 
     """What the options say of the output; None leaves it to the configuration."""
     if path is not None and any(override.startswith("output.path=") for override in overrides):
         raise ConfigError("-o and output.path= both name the output; give one of them")
+    if path is not None and path.startswith("="):
+        raise ConfigError(f"-o{path}: a short option takes no '='; write -o {path[1:]}, or -o ./{path} for such a name")
     return {"path": path, "clobber": False if no_clobber else None}
 
 

@@ -54,7 +54,8 @@ def _slot(name: str, model: ModelConfig, opened: Callable[[], tuple[str, ...]]) 
     except H3Error as error:
         yield Finding("files", "error", f"model.{name}: {error}", _way_out(name))
         return
-    yield Finding("files", "ok", f"model.{name} {getattr(model, name)}: its header is whole and fits")
+    good = "loads, and has MiniMax H3's tokens" if name == "tokenizer" else "its header is whole and fits"
+    yield Finding("files", "ok", f"model.{name} {getattr(model, name)}: {good}")
     yield from (Finding("files", "note", f"model.{name}: {note}") for note in notes)
 
 

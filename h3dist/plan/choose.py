@@ -14,7 +14,7 @@ from typing import Any
 from h3dist.errors import PlanError
 from h3dist.plan.cost import Cost, missing_rate, step_cost
 from h3dist.plan.layout import Layout, ffn_unit
-from h3dist.plan.machine import Machine
+from h3dist.plan.machine import NAMELESS, Machine
 from h3dist.plan.order import arrange
 from h3dist.plan.plan import Plan, relayout
 from h3dist.plan.rates import DeviceRates, Rates
@@ -104,6 +104,8 @@ class Weigher:
         rates = self.rates
         costs = {}
         for a, b in combinations(range(len(gpus)), 2):
+        if found is None and self.machine.gpus[0].name == NAMELESS:
+            return "these GPUs have no name (say one with --gpu)"
             link = self.machine.link(a, b)
             costs[a, b] = 1 / self.table.link(link, rates).bandwidth if rates else 1.0 + link.distance
         return arrange(layout, len(gpus), costs)

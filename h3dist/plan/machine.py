@@ -9,6 +9,8 @@ from h3dist.plan.rates import DeviceRates, Rates
 from h3dist.plan.wires import Wires
 from h3dist.topology import Device, Link, Topology
 
+NAMELESS = "a GPU"  # of which only the memory was said
+
 
 @dataclass(frozen=True)
 class Machine:
@@ -29,7 +31,7 @@ class Machine:
     @classmethod
     def imagined(cls, count: int, device: DeviceRates | None, memory: int) -> "Machine":
         """`count` equal GPUs of `memory` bytes, all free; joined as such devices are, half of them to each socket."""
-        name, capability = (device.name, device.capability or (0, 0)) if device else ("a GPU", (0, 0))
+        name, capability = (device.name, device.capability or (0, 0)) if device else (NAMELESS, (0, 0))
         gpus = tuple(Device(i, name, memory, memory, capability, f"GPU-{i}") for i in range(count))
         links = tuple(_imagined_link(a, b, count, device.link) for a, b in combinations(range(count), 2) if device)
         return cls(gpus, links)

@@ -10,7 +10,7 @@ from h3dist.fitting import canvas_like
 from h3dist.geometry import FPS, MAX_TRAINED_FRAMES, Geometry, align_frames, frames_for_duration
 from h3dist.request.media import MEDIA_FIELDS, MediaFacts, is_inline
 from h3dist.request.names import check_names
-from h3dist.request.schema import MAX_SEED, MAX_STEPS, Request
+from h3dist.request.schema import MAX_PROMPT, MAX_SEED, MAX_STEPS, Request
 
 DEFAULT_WIDTH, DEFAULT_HEIGHT, DEFAULT_FRAMES, DEFAULT_STEPS = 1344, 768, 124, 12
 MAX_BETA_STEPS = 138  # from 139 on the beta schedule meets an index twice: fewer evaluations than asked
@@ -98,12 +98,12 @@ def resolve(
 ) -> Resolved:
     """Every open choice of `request` made: defaults, frames snapped up to 17k + 5, the seed drawn.
 
-    `allow_untrained` admits clips over 362 frames; `schedule` limits the steps; `contract`, "comfy" or
-    "official", says how a lone last frame is fitted. `measured` tells what each source holds, by
-    kind ("image", "film", "sound") and source: without it a
-    clip of no said canvas takes the default one, and soundtracks stay open. Raises RequestError. What was
-    changed, drawn or left unused is said in `notes`.
+    `allow_untrained` admits clips over 362 frames and longer prompts; `schedule` limits the steps; `contract`,
+    "comfy" or "official", says how a lone last frame is fitted. `measured` tells what each source holds, by
+    kind ("image", "film", "sound") and source: without it a clip of no said canvas takes the default one, and
+    soundtracks stay open. Raises RequestError. What was changed, drawn or left unused is said in `notes`.
     """
+    _check_prompt(request, allow_untrained)
     asked = _frames_asked(request, allow_untrained)
     frames = align_frames(asked)
     seed = secrets.randbelow(MAX_SEED + 1) if request.seed is None else request.seed
@@ -200,6 +200,16 @@ def _media(request: Request, references: tuple[Reference, ...]) -> dict[str, Any
         if reference.soundtrack is not None:
             item["soundtrack"] = reference.soundtrack
     return fields
+
+
+def _check_prompt(request: Request, allow_untrained: bool) -> None:
+    """Raises RequestError for a prompt that is longer than any that others admit: it is likely another file."""
+    length = len(request.prompt)
+    if length > MAX_PROMPT and not allow_untrained:
+        raise RequestError(
+            f"prompt: {length} characters; at most {MAX_PROMPT} are read, and --allow-untrained admits more, each "
+            "token a row that every step attends to"
+        )
 
 
 def _frames_asked(request: Request, allow_untrained: bool) -> int:

@@ -11,12 +11,15 @@ MAX_SEED = 2**63 - 1
 MAX_STEPS = 200
 MAX_SIDE = 16384  # pixels: the most that H.264's encoder takes
 MAX_SECONDS = 3600  # whatever is admitted beyond the trained range
+MAX_PROMPT = 7000  # characters, the one limit that is published: 1800 tokens of English, and a row each
 MAX_IMAGES, MAX_VIDEOS, MAX_AUDIOS, MAX_REFERENCES = 9, 3, 3, 12
 
 
 def _not_blank(text: str) -> str:
     if not text.strip():
         raise ValueError("blank")
+    if "\0" in text:
+        raise ValueError("holds a NUL character, which no text has; the file may be no text, or UTF-16")
     return text
 
 
@@ -30,7 +33,9 @@ class Request(BaseModel):
     model_config = STRICT
 
     task: str | None = None
-    prompt: Annotated[str, AfterValidator(_not_blank)] = Field(description="text that is not empty")
+    prompt: Annotated[str, AfterValidator(_not_blank)] = Field(
+        description=f"text that is not empty, at most {MAX_PROMPT} characters"
+    )
     width: Side | None = Field(None, description=SIDE)
     height: Side | None = Field(None, description=SIDE)
     frames: Annotated[int, Field(ge=1, le=FPS * MAX_SECONDS)] | None = Field(
