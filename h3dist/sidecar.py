@@ -3,8 +3,8 @@
 import json
 import platform
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
-from importlib.metadata import PackageNotFoundError, version
+from dataclasses import asdict, dataclass, field
+from math import sqrt
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ from h3dist import __version__
 from h3dist.config import Config
 from h3dist.errors import OutputError
 from h3dist.plan import Plan
+from h3dist.provenance import versions_of
 from h3dist.request import Resolved
 
 PACKAGES = ("torch", "diffusers", "transformers", "safetensors", "comfy-kitchen", "av")
@@ -19,12 +20,16 @@ PACKAGES = ("torch", "diffusers", "transformers", "safetensors", "comfy-kitchen"
 
 @dataclass(frozen=True)
 class RankReport:
-    """What one rank counted: bytes sent by collective, bytes asked of the denoiser's file, its peak memory."""
+    """What one rank counted: bytes sent by collective, bytes asked of the denoiser's file, its peak memory.
+
+    rounding: where heads move as codes, sums of squares by kind: of the errors, and of the values.
+    """
 
     device: str
     sent: dict[str, int]
     file_bytes: int
     peak_memory: int
+    rounding: dict[str, tuple[float, float]] = field(default_factory=dict)
 
 
 def describe_run(
@@ -51,11 +56,27 @@ def describe_run(
         "config": settings,
         "plan": plan.as_dict() if plan else None,
         "plan_digest": plan.digest if plan else None,
+        "exchange": describe_exchange(plan, ranks) if plan else None,
         "ranks": [_against_plan(plan, rank, report) for rank, report in enumerate(ranks)],
         "seconds": {name: round(value, 4) for name, value in seconds.items()},
         "step_seconds": [round(value, 4) for value in step_seconds],
         "sha256": dict(sha256),
-        "versions": {"python": platform.python_version(), **_versions()},
+        "versions": {"python": platform.python_version(), **versions_of(PACKAGES)},
+    }
+
+
+def describe_exchange(plan: Plan, ranks: Sequence[RankReport]) -> dict[str, Any]:
+    """How heads moved, whether exactly, and by how much codes were off: relative, in the 2-norm over all ranks."""
+    sums: dict[str, list[float]] = {}
+    for kind, pair in (item for report in ranks for item in report.rounding.items()):
+        sums[kind] = [a + b for a, b in zip(sums.get(kind, (0.0, 0.0)), pair, strict=True)]
+    if not sums:
+        return {"how": str(plan.exchange), "exact": True}
+    return {
+        "how": str(plan.exchange),
+        "exact": False,
+        "note": "this run is approximate: heads moved as codes; relative_error is that of its first attention",
+        "relative_error": {kind: sqrt(error / value) if value else 0.0 for kind, (error, value) in sums.items()},
     }
 
 
@@ -76,13 +97,3 @@ def _against_plan(plan: Plan, rank: int, report: RankReport) -> dict[str, Any]:
         "file_bytes": {"planned": share.file_bytes, "counted": report.file_bytes},
         "peak_memory": {"planned": plan.peaks[rank], "counted": report.peak_memory},
     }
-
-
-def _versions() -> dict[str, str]:
-    found = {}
-    for name in PACKAGES:
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            continue
-    return found

@@ -1,4 +1,4 @@
-"""A time limit for every test that also ends the ranks it started, and the `gpu` marker."""
+"""A time limit for every test that also ends the ranks it started, the `gpu` marker, and a cloud for rented pods."""
 
 import faulthandler
 import os
@@ -84,3 +84,20 @@ def _cuda() -> bool:
     import torch
 
     return torch.cuda.is_available()
+
+
+@pytest.fixture
+def cloud(tmp_path):
+    """A service that rents pods out, on this machine."""
+    from fake_runpod import FakeRunpod
+
+    with FakeRunpod(tmp_path / "cloud") as cloud:
+        yield cloud
+
+
+@pytest.fixture
+def desk(cloud, tmp_path):
+    """One of its users."""
+    from runpod_desk import Desk
+
+    return Desk(cloud, tmp_path)

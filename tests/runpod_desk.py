@@ -50,6 +50,10 @@ def python(code: str) -> list[str]:
     return [sys.executable, "-c", code]
 
 
+QUICK = ["true"]
+LONG = python("import time\nfor i in range(1200): print('tick', i, flush=True); time.sleep(0.05)")
+
+
 class Desk:
     """One user at one machine, with a cloud of their own. Everything that was printed is in `said`."""
 

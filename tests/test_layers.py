@@ -11,7 +11,7 @@ PACKAGE = Path(__file__).parent.parent / "h3dist"
 LAYERS = [
     {"errors", "geometry", "conditions", "fitting", "status", "outputs", "provenance", "tiles", "spread"},
     {"request", "config"},
-    {"topology", "packing", "checkpoint"},
+    {"topology", "packing", "checkpoint", "fp8"},
     {"plan"},
     {"comm", "attention"},
     {"model", "sampling", "text", "vae", "media", "saved", "compare"},

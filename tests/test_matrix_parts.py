@@ -11,7 +11,7 @@ from pathlib import Path
 import jsonschema
 import pytest
 
-from h3dist import matrix
+from h3dist import matrix, provenance
 from h3dist.cli.commands import main
 from h3dist.config import conf_dir
 from h3dist.errors import ConfigError, OutputError, RequestError
@@ -409,13 +409,13 @@ def test_the_commit_is_told_with_a_mark_for_changes(tmp_path):
         command = ["git", "-C", str(tmp_path), "-c", "user.name=x", "-c", "user.email=x@x", *words]
         return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
 
-    assert environment.commit(tmp_path) is None
+    assert provenance.commit(tmp_path) is None
     git("init", "-q")
     (tmp_path / "a").write_text("1")
     git("add", "a"), git("commit", "-qm", "One")
-    assert environment.commit(tmp_path) == git("rev-parse", "HEAD")
+    assert provenance.commit(tmp_path) == git("rev-parse", "HEAD")
     (tmp_path / "a").write_text("2")
-    assert environment.commit(tmp_path) == git("rev-parse", "HEAD") + "+"
+    assert provenance.commit(tmp_path) == git("rev-parse", "HEAD") + "+"
 
 
 def test_no_secret_leaves_in_the_environment(monkeypatch):

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 from fake_runpod import FakeRunpod
-from runpod_desk import Desk, needs_sshd, python
+from runpod_desk import Desk, needs_sshd
 
 from h3dist.cloud.failures import (
     CloudError,
@@ -15,19 +15,6 @@ from h3dist.cloud.failures import (
 )
 
 pytestmark = needs_sshd
-QUICK = ["true"]
-LONG = python("import time\nfor i in range(1200): print('tick', i, flush=True); time.sleep(0.05)")
-
-
-@pytest.fixture
-def cloud(tmp_path):
-    with FakeRunpod(tmp_path / "cloud") as cloud:
-        yield cloud
-
-
-@pytest.fixture
-def desk(cloud, tmp_path):
-    return Desk(cloud, tmp_path)
 
 
 def test_no_capacity_anywhere_says_all_that_was_tried(cloud: FakeRunpod, desk: Desk) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from fake_runpod import FakeRunpod
-from runpod_desk import Desk, await_, needs_sshd, python
+from runpod_desk import LONG, QUICK, Desk, await_, needs_sshd, python
 
 from h3dist.cloud.failures import (
     CloudError,
@@ -20,19 +20,6 @@ from h3dist.cloud.failures import (
 from h3dist.errors import CheckpointError, OutputError
 
 pytestmark = needs_sshd
-QUICK = ["true"]
-LONG = python("import time\nfor i in range(1200): print('tick', i, flush=True); time.sleep(0.05)")
-
-
-@pytest.fixture
-def cloud(tmp_path):
-    with FakeRunpod(tmp_path / "cloud") as cloud:
-        yield cloud
-
-
-@pytest.fixture
-def desk(cloud, tmp_path):
-    return Desk(cloud, tmp_path)
 
 
 def test_a_pod_that_never_gets_ready(cloud: FakeRunpod, desk: Desk) -> None:

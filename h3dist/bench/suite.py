@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import gc
 import platform
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,6 +27,7 @@ from h3dist.comm import Comm
 from h3dist.errors import RankError
 from h3dist.packing import pack_t2va
 from h3dist.plan import Layout, Plan
+from h3dist.provenance import commit, version_of
 from h3dist.topology import read_topology, visible_devices
 
 FORM, VERSION = "h3dist-bench", 1
@@ -239,33 +238,12 @@ def environment(device: torch.device) -> dict[str, Any]:
         "capability": list(torch.cuda.get_device_capability(device)) if cuda else None,
         "memory_bytes": torch.cuda.get_device_properties(device).total_memory if cuda else None,
         "h3dist": __version__,
-        "commit": _commit(),
+        "commit": commit(),
         "python": platform.python_version(),
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
         "cudnn": torch.backends.cudnn.version() if cuda else None,
-        "packages": {name: _version(name) for name in ("diffusers", "comfy-kitchen", "flash-attn-4")},
+        "packages": {name: version_of(name) for name in ("diffusers", "comfy-kitchen", "flash-attn-4")},
         "machine": platform.machine(),
         "threads": torch.get_num_threads(),
     }
-
-
-def _version(name: str) -> str | None:
-    from importlib import metadata
-
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return None
-
-
-def _commit() -> str | None:
-    """Of the checkout that this runs from; None for an installed package or without git."""
-    here = Path(__file__).parent
-    try:
-        done = subprocess.run(
-            ["git", "-C", str(here), "rev-parse", "HEAD"], capture_output=True, text=True, timeout=10, check=True
-        )
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return done.stdout.strip()

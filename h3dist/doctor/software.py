@@ -8,6 +8,7 @@ from typing import Any
 
 from h3dist import __version__
 from h3dist.doctor.finding import Finding
+from h3dist.provenance import version_of
 from h3dist.topology import Topology
 
 TOLD = ("torch", "diffusers", "transformers", "comfy-kitchen", "av", "nvidia-ml-py")
@@ -29,11 +30,11 @@ def check_packages(requirements: list[str] | None = None) -> Iterator[Finding]:
         if fault:
             level = "error" if "not installed" in fault else "warning"
             yield Finding("packages", level, fault, f"pip install '{item}'")
-    told = ", ".join(f"{name} {_version(name)}" for name in TOLD if _version(name))
+    told = ", ".join(f"{name} {version_of(name)}" for name in TOLD if version_of(name))
     fine = f"{faults.count('')} of {len(plain)} packages as required"
     yield Finding("packages", "ok", f"h3dist {__version__}, Python {platform.python_version()}; {fine}: {told}")
     yield _extras(wanted)
-    if _version("pynvml"):
+    if version_of("pynvml"):
         what = "the package pynvml is deprecated and warns; nvidia-ml-py has its module"
         yield Finding("packages", "note", what, "pip uninstall pynvml, then pip install --force-reinstall nvidia-ml-py")
 
@@ -42,17 +43,10 @@ def _fault(item: Any) -> str:
     """What is wrong with an installed requirement; empty when nothing is."""
     if item.marker and not item.marker.evaluate():
         return ""
-    version = _version(item.name)
+    version = version_of(item.name)
     if version is None:
         return f"{item.name} is not installed; {item} is required"
     return "" if item.specifier.contains(version, prereleases=True) else f"{item.name} {version}; {item} is required"
-
-
-def _version(name: str) -> str | None:
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def _extras(wanted: list[Any]) -> Finding:
@@ -61,7 +55,7 @@ def _extras(wanted: list[Any]) -> Finding:
     for item in wanted:
         found = re.search(r"extra == ['\"]([\w-]+)['\"]", str(item.marker or ""))
         if found:
-            extras[found[1]] = extras.get(found[1], True) and _version(item.name) is not None
+            extras[found[1]] = extras.get(found[1], True) and version_of(item.name) is not None
     have, lack = ([name for name, whole in sorted(extras.items()) if whole is there] for there in (True, False))
     told = f"extras complete: {', '.join(have) or 'none'}; not installed: {', '.join(lack) or 'none'}"
     return Finding("packages", "note" if lack else "ok", told, "pip install 'h3dist[NAME]'" if lack else "")

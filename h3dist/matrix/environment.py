@@ -2,14 +2,12 @@
 
 import os
 import platform
-import subprocess
 from collections.abc import Mapping
-from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 from typing import Any
 
 import h3dist
 from h3dist.errors import H3Error
+from h3dist.provenance import version_of, versions_of
 from h3dist.topology import Topology, cores, read_topology
 
 PACKAGES = ("torch", "comfy-kitchen", "diffusers", "safetensors", "numpy")
@@ -22,7 +20,7 @@ def environment(topology: Topology | None, gpus: list[str]) -> dict[str, Any]:
     return {
         "h3dist": h3dist.__version__,
         "python": platform.python_version(),
-        "packages": _versions(),
+        "packages": versions_of(PACKAGES),
         **_torch(bool(gpus)),
         "driver": topology.driver if topology else None,
         "gpus": gpus,
@@ -49,37 +47,10 @@ def difference(now: Mapping[str, Any], before: Mapping[str, Any]) -> str | None:
     return None
 
 
-def commit(folder: Path | None = None) -> str | None:
-    """The git commit of the code, with "+" where files differ from it; None outside a checkout."""
-    folder = folder or Path(h3dist.__file__).parent.parent
-    if not (folder / ".git").exists():
-        return None
-    try:
-        head = _git(folder, "rev-parse", "HEAD")
-        return head + ("+" if _git(folder, "status", "--porcelain", "--untracked-files=no") else "")
-    except (OSError, subprocess.SubprocessError):
-        return None
-
-
-def _git(folder: Path, *words: str) -> str:
-    command = ["git", "-C", str(folder), *words]
-    return subprocess.run(command, check=True, capture_output=True, text=True, timeout=20).stdout.strip()
-
-
-def _versions() -> dict[str, str]:
-    found = {}
-    for name in PACKAGES:
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            continue
-    return found
-
-
 def _torch(gpus: bool) -> dict[str, Any]:
     """torch's version, and where there are GPUs those of CUDA and NCCL that it was built with."""
     if not gpus:  # importing torch takes seconds
-        return {"torch": version("torch"), "cuda": None, "nccl": None}
+        return {"torch": version_of("torch"), "cuda": None, "nccl": None}
     import torch
 
     nccl = ".".join(map(str, torch.cuda.nccl.version())) if torch.version.cuda else None

@@ -12,12 +12,12 @@ from h3dist.matrix import document as documents
 from h3dist.matrix import parity, records, results
 from h3dist.matrix.cells import Planned
 from h3dist.matrix.config import MatrixConfig
-from h3dist.matrix.environment import commit
 from h3dist.matrix.prepare import Matrix, prepare
 from h3dist.matrix.start import Starter
 from h3dist.matrix.table import LiveTable
 from h3dist.matrix.transport import transport
 from h3dist.processes import Outcome, launch_ranks, on_signals
+from h3dist.provenance import commit
 from h3dist.status import describe
 from h3dist.topology import read_ranks
 from h3dist.torchrun import run_folder
