@@ -70,10 +70,10 @@ class AttentionConfig:
 
 @dataclass
 class ExchangeConfig:
-    """How heads move between the ranks of a sequence group."""
+    """How heads move between the ranks of a sequence group. auto: what is predicted to be fastest on this machine."""
 
-    variant: str = "auto"  # heads: q, k and v move; hidden: all rows do, before the projection
-    groups: str = "auto"  # groups of heads, one of which moves while another is attended to
+    variant: str = "heads"  # heads: q, k and v move; hidden: all rows do, before the projection
+    groups: str = "1"  # groups of heads, one of which moves while another is attended to
     codec: str = "none"  # int8: codes and a scale a block, which is approximate
 
 

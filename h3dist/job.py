@@ -2,6 +2,7 @@
 
 {"request": a legal request with every choice made, "notes": what was chosen for the user,
  "output": the fields of `Outputs`, "layout": those of the `Layout` that the launcher chose, or null,
+ "exchange": those of the `ExchangePlan` that it chose with it, or null,
  "status_dir": a folder or null, "verbose": true or false}
 """
 
@@ -35,6 +36,7 @@ def make_job(
         "notes": list(resolved.notes),
         "output": outputs.as_dict(),
         "layout": None,
+        "exchange": None,
         "status_dir": None,
         "verbose": False,
     }

@@ -36,7 +36,7 @@ from h3dist.model.weights import DenoiserWeights, load_denoiser
 from h3dist.outputs import Outputs
 from h3dist.packing import Packing
 from h3dist.packing import pack as pack_sequence
-from h3dist.plan import Layout, Plan, check_memory, make_layout
+from h3dist.plan import ExchangePlan, Layout, Plan, check_memory, make_layout
 from h3dist.preflight import Facts, compute_dtype, facts_of, plan_on, read_aloud
 from h3dist.progress import Steps
 from h3dist.relief import cuts
@@ -151,7 +151,7 @@ def start(site: Site, job: Mapping[str, Any] | None, dfile: DenoiserFile) -> Sta
     told = site.comm.share(told)
     with site.stage("plan"):
         facts = Facts(dfile.dims, dfile, told["sizes"], len(told["presentation"].ids), ())
-        plan = plan_for(site, told["resolved"], facts)
+        plan = plan_for(site, told["resolved"], facts, told["exchange"])
         schedule = schedule_of(site.config, told["resolved"].steps)
     site.comm.same("the plan", plan.digest)
     return Started(dfile, slots, told["resolved"], told["presentation"], plan, schedule)
@@ -165,7 +165,9 @@ def read_job(site: Site, job: Mapping[str, Any] | None) -> dict[str, Any]:
     tokenizer = load_tokenizer(site.config.model.tokenizer)
     presentation = present(read_aloud(site.config, resolved), partial(tokenize, tokenizer))
     sizes = facts_of(slots, len(presentation.ids)).sizes
-    return {"resolved": resolved, "slots": slots, "presentation": presentation, "sizes": sizes}
+    exchange = ExchangePlan(**job["exchange"]) if job.get("exchange") else None
+    told = {"resolved": resolved, "slots": slots, "presentation": presentation, "sizes": sizes}
+    return told | {"exchange": exchange}
 
 
 def agree_on_setting(site: Site, dfile: DenoiserFile) -> None:
@@ -178,10 +180,13 @@ def agree_on_setting(site: Site, dfile: DenoiserFile) -> None:
     site.comm.same("the denoiser's header", dfile.file.header_hash)
 
 
-def plan_for(site: Site, resolved: Resolved, facts: Facts) -> Plan:
-    """The plan as this rank computes it. Raises `PlanError` where it does not fit this rank's memory."""
-    capability = lowest_capability(site.device)
-    plan = plan_on(site.config, resolved, facts, site.comm.layout, device=site.device.type, capability=capability)
+def plan_for(site: Site, resolved: Resolved, facts: Facts, exchange: ExchangePlan | None = None) -> Plan:
+    """The plan as this rank computes it, with the launcher's choice of an exchange if there is one.
+
+    Raises `PlanError` where it does not fit this rank's memory.
+    """
+    device = {"device": site.device.type, "capability": lowest_capability(site.device)}
+    plan = plan_on(site.config, resolved, facts, site.comm.layout, **device, exchange=exchange)
     free = free_memory(site.device, site.ranks)
     if free is not None:
         smaller = cuts(resolved, site.config.sampler.noise, facts.text_rows)

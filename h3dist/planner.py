@@ -16,14 +16,15 @@ from h3dist.intake import read_request
 from h3dist.plan import Layout, Plan, check_memory, make_layout
 from h3dist.plan.choose import Choice, Option, Weigher, choose
 from h3dist.plan.compare import TABLE_COUNTS, table_dict, table_text
+from h3dist.plan.exchange import open_exchanges
 from h3dist.plan.explain import as_dict, count_words, reasons
 from h3dist.plan.machine import Machine
 from h3dist.plan.rates import load_rates
 from h3dist.preflight import Facts, facts_ahead, facts_of, plan_on, read_aloud, worth_telling
 from h3dist.relief import cuts
 from h3dist.request import Resolved
-from h3dist.text.tokenizer import count_tokens
 from h3dist.text.presentation import vision_rows
+from h3dist.text.tokenizer import count_tokens
 from h3dist.topology import free_host_memory, load_topology, read_topology, visible_devices
 
 
@@ -123,7 +124,7 @@ def compare_ahead(config: Config, request: Mapping[str, Any], ahead: Ahead) -> C
         most = min(most, len(machine.gpus))
     numbers = [count for count in TABLE_COUNTS if count <= most]
     plan = partial(plan_on, config, resolved, facts, device=machine.device, capability=machine.capability)
-    weigher = Weigher(plan(Layout()), machine, load_rates())
+    weigher = Weigher(plan(Layout()), machine, load_rates(), open_exchanges(**vars(config.exchange)))
     options = tuple(choose(weigher, [count], _fixed(config, count, facts)).taken for count in numbers)
     geometry, gpu = resolved.geometry, machine.gpus[0].name if machine.gpus else machine.device
     size = f"{geometry.width}x{geometry.height}, {geometry.frames} frames, {weigher.base.rows} rows"
@@ -212,8 +213,9 @@ def _decide(config: Config, resolved: Resolved, facts: Facts, machine: Machine, 
     """The choice among `numbers` of ranks, with its plan held against the memory that is free."""
     plan = partial(plan_on, config, resolved, facts, device=machine.device, capability=machine.capability)
     fixed = _fixed(config, max(numbers), facts)
-    choice = choose(Weigher(plan(fixed or Layout()), machine, load_rates()), numbers, fixed)
-    made = plan(choice.taken.layout)
+    exchanges = open_exchanges(**vars(config.exchange))
+    choice = choose(Weigher(plan(fixed or Layout()), machine, load_rates(), exchanges), numbers, fixed)
+    made = plan(choice.taken.layout, exchange=choice.taken.plan.exchange)
     if machine.known:
         smaller = cuts(resolved, config.sampler.noise, facts.text_rows)
         check_memory(made, machine.free(choice.taken.seats), smaller)

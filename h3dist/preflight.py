@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from h3dist.config import Config
 from h3dist.errors import ConfigError
 from h3dist.material import conditions_of
-from h3dist.plan import Layout, Plan, choose_exchange, fp4_linears, make_plan, released_dims
+from h3dist.plan import ExchangePlan, Layout, Plan, choose_exchange, fp4_linears, make_plan, released_dims
 from h3dist.request import Resolved
 from h3dist.sampling.schedules import evaluations
 from h3dist.text.presentation import Piece, pieces
@@ -86,8 +86,12 @@ def plan_on(
     *,
     device: str,
     capability: tuple[int, int] | None,
+    exchange: ExchangePlan | None = None,
 ) -> Plan:
-    """The plan on a layout that is already chosen: what every rank computes for itself and must agree on."""
+    """The plan on a layout that is already chosen: what every rank computes for itself and must agree on.
+
+    `exchange` is likewise what was chosen where the configuration says "auto"; without it the plainest.
+    """
     sampler = config.sampler
     steps = evaluations(
         sampler.schedule,
@@ -113,7 +117,7 @@ def plan_on(
         amax=amax,
         files=dict(facts.sizes),
         conditions=conditions_of(resolved, config.sampler.noise),
-        exchange=choose_exchange(**vars(config.exchange)),
+        exchange=exchange or choose_exchange(**vars(config.exchange)),
         **options,
     )
 

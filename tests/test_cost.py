@@ -13,6 +13,8 @@ from h3dist.errors import ConfigError
 from h3dist.geometry import Geometry
 from h3dist.plan import Layout, Plan, make_plan, released_dims
 from h3dist.plan.cost import TALK, Cost, missing_rate, step_cost
+from h3dist.plan.exchange import PLAIN, ExchangePlan
+from h3dist.plan.overlap import exposed, group_sizes
 from h3dist.plan.rates import load_rates
 from h3dist.plan.wires import Move, Wires, moves
 from h3dist.topology import Link
@@ -43,6 +45,10 @@ def wires_of(device: str, world: int, kind: str = "SYS", sockets: int = 1, **fac
 
 def cost_of(device: str, plan: Plan, kind: str = "SYS", **facts) -> Cost:
     return step_cost(plan, RATES.named(device), wires_of(device, plan.layout.world, kind, **facts))
+
+
+def two_of(exchange: ExchangePlan) -> Plan:
+    return plan_of(SHAPES[1], Layout(sp=2), exchange=exchange)
 
 
 def near(found: float, wanted: float, part: float) -> bool:
@@ -90,13 +96,86 @@ def test_the_exchange_alone_takes_what_was_measured_over_nvlink():
     assert near(two.exchange / 50, 1.8e-3, 0.05)
 
 
+@pytest.mark.parametrize("exchange", [PLAIN, ExchangePlan("heads", 4, "int8"), ExchangePlan("hidden", 7)], ids=str)
 @pytest.mark.parametrize("layout", [Layout(), Layout(sp=2), Layout(sp=6), Layout(tp=4), Layout(sp=2, tp=3)], ids=str)
-def test_what_moves_is_what_the_plan_says_is_sent(layout):
-    plan = plan_of((96, 64, 124), layout, amax=37)
+def test_what_moves_is_what_the_plan_says_is_sent(layout, exchange):
+    plan = plan_of((96, 64, 124), layout, amax=37, exchange=exchange)
     for move in moves(plan):
         for share in plan.shares:
             assert plan.steps * move.sent_by(share.rank) == share.sent[move.label], (move.label, share.rank)
     assert {move.label for move in moves(plan)} == plan.shares[0].sent.keys() - {"text", "conditions"}
+
+
+# Groups of heads, and hidden rows in the place of q, k and v
+
+
+def test_what_stays_in_the_open_is_by_hand():
+    """A way there of 8 s and one back of 4 s beside 6 s of attention, in 1, 2 and 4 groups of 8 heads."""
+    assert exposed(8, 4, 6, 1, 1) == 12
+    assert exposed(8, 4, 6, 1 / 2, 1 / 2) == 6  # 4 before, 2 after, and 6 that just fit beside attention
+    assert exposed(8, 4, 6, 1 / 4, 1 / 4) == 3 + (9 - 6)  # 2 before, 1 after; 3 s more than attention lasts
+    assert exposed(8, 4, 60, 1 / 4, 1 / 4) == 3
+    assert exposed(8, 4, 60, 1, 1 / 4) == 9  # nothing of the way there is hidden
+    assert group_sizes(9, 4) == (3, 2, 2, 2) and group_sizes(3, 7) == (1, 1, 1)
+
+
+def test_groups_hide_the_exchange_up_to_its_ends_and_cost_latency():
+    """28 heads a rank in 7 groups on 2 H200: a seventh of each way stays, attention being far longer."""
+    plain, cut = (cost_of("H200", two_of(ExchangePlan(groups=groups)), "NV18") for groups in (1, 7))
+    assert plain.overlapped == 0 and cut.exchange == pytest.approx(plain.exchange / 7)
+    assert cut.exchange + cut.overlapped == pytest.approx(plain.exchange)
+    assert cut.latency - plain.latency == pytest.approx(6 * 2 * 50 * 5e-6)
+    tiles = -(-two_of(PLAIN).rows // 128)
+    waves = 7 * -(-4 * tiles // 132) / -(-28 * tiles // 132)
+    assert cut.attention / plain.attention == pytest.approx(waves) and 1 < waves < 1.1
+    same = ("products", "dequantise", "elementwise", "packing", "reduce", "outputs")
+    assert all(getattr(cut, name) == getattr(plain, name) for name in same)
+    halves = cost_of("H200", two_of(ExchangePlan(groups=2)), "NV18")  # 14 heads fill their last wave, 4 do not
+    assert halves.attention == plain.attention and halves.seconds < plain.seconds < cut.seconds
+
+
+def test_an_exchange_longer_than_attention_stays_by_what_it_is_longer():
+    """Two ranks that only the host joins: 7 groups hide as much as attention lasts, no more."""
+    slow = wires_of("H200", 2, p2p=False)
+    plan = two_of(ExchangePlan(groups=7))
+    moved = sum(slow.seconds(move) for move in moves(plan) if move.label.startswith("heads."))
+    cost = step_cost(plan, RATES.named("H200"), slow)
+    assert moved > cost.attention
+    assert cost.exchange == pytest.approx(max(moved / 7, moved - cost.attention))
+
+
+def test_hidden_rows_take_fewer_bytes_on_two_ranks_and_more_on_eight():
+    """X_H (P - 1) / P + X_I (P - 1) / P^2 against 4 X_I (P - 1) / P^2 a block, X = rows x width x 2 bytes."""
+    for ranks in (2, 8):
+        plans = [
+            plan_of(SHAPES[1], Layout(sp=ranks), exchange=ExchangePlan(variant)) for variant in ("heads", "hidden")
+        ]
+        S, (heads, hidden) = plans[0].rows, (cost_of("H200", plan, "NV18").exchange for plan in plans)
+        inner, rows = S * 7168 * 2 * (ranks - 1) / ranks**2, S * 5376 * 2 * (ranks - 1) / ranks
+        assert hidden / heads == pytest.approx((rows + inner) / (4 * inner), rel=1e-3)
+        assert (hidden < heads) == (ranks == 2)
+
+
+def test_hidden_rows_are_projected_by_all_to_their_own_heads():
+    heads, hidden = (plan_of(layout=Layout(sp=6), exchange=ExchangePlan(variant)) for variant in ("heads", "hidden"))
+    S, qkv, h200 = heads.rows, 50 * 5376 * 3 * 7168, RATES.named("H200")
+    less, more = 2 * -(-S // 6) * qkv, 2 * S * qkv * 10 / 56  # the slowest rank: a chunk of rows, 10 of 56 heads
+    costs = [cost_of("H200", plan, "NV18") for plan in (heads, hidden)]
+    assert costs[1].products - costs[0].products == pytest.approx((more - less) / h200.product["bfloat16"])
+    saved = qkv * (1 - 10 / 56) * (9 / 16 + 2) / h200.dequantise
+    assert costs[0].dequantise - costs[1].dequantise == pytest.approx(saved)
+    assert costs[1].packing == pytest.approx(costs[0].packing / 4)
+
+
+def test_codes_halve_what_is_sent_and_cost_their_making():
+    plain, coded = (cost_of("RTX PRO 6000", two_of(ExchangePlan(codec=codec))) for codec in ("none", "int8"))
+    assert coded.exchange / plain.exchange == pytest.approx(0.5 + 4 / 16 / 256, rel=1e-3)
+    assert coded.packing == pytest.approx(2.5 * plain.packing)  # 8 widths of 2 bytes, and 8 of 1 + 2
+
+
+def test_alone_there_is_no_exchange_to_choose():
+    for exchange in (PLAIN, ExchangePlan("hidden", 7)):
+        assert cost_of("H200", plan_of(exchange=exchange)) == cost_of("H200", plan_of())
 
 
 def test_products_and_attention_are_the_slowest_ranks():

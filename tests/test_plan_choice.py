@@ -5,8 +5,8 @@ import resource
 import subprocess
 import sys
 from dataclasses import replace
-from functools import cache
-from itertools import combinations, permutations
+from functools import cache, partial
+from itertools import combinations, permutations, takewhile
 from pathlib import Path
 from random import Random
 
@@ -18,10 +18,12 @@ from h3dist.config import compose
 from h3dist.errors import ConfigError, PlanError
 from h3dist.intake import read_request
 from h3dist.plan import Layout, fits
-from h3dist.plan.choose import MARGIN, Weigher, choose
+from h3dist.plan.choose import MARGIN, NEAR, Weigher, choose
+from h3dist.plan.exchange import PLAIN, ExchangePlan, open_exchanges
 from h3dist.plan.explain import reasons
 from h3dist.plan.machine import Machine
 from h3dist.plan.order import arrange
+from h3dist.plan.plan import relayout
 from h3dist.plan.rates import GIB, load_rates
 from h3dist.planner import Ahead, decide_ahead, decide_run
 from h3dist.preflight import facts_ahead, plan_on, read_aloud
@@ -208,6 +210,80 @@ def test_an_attention_without_a_rate_is_named():
     assert any("no attention.flash9 for H200" in line for line in reasons(choice))
 
 
+# How heads move
+
+AUTO = ["exchange.variant=auto", "exchange.groups=auto"]
+
+
+@pytest.mark.parametrize("fixture", ["rtxpro6000-sys-x2", "rtxpro6000-node-x8", "h200-x6"])
+def test_an_exchange_left_open_is_the_plainest_of_the_fastest(fixture):
+    choice = decide(fixture, LONG, AUTO, gpus=int(fixture[-1])).choice
+    taken, ways = choice.taken, choice.taken.ways
+    fastest = min(way.cost.seconds for way in ways)
+    plainer = list(takewhile(lambda way: way.exchange != taken.plan.exchange, ways))
+    assert taken.seconds <= fastest * (1 + NEAR) and all(way.cost.seconds > fastest * (1 + NEAR) for way in plainer)
+    assert taken.plan.exchange.groups > 1 and ways[0].exchange == PLAIN and taken.seconds < ways[0].cost.seconds
+    assert {way.exchange.codec for way in ways} == {"none"}
+    why = "\n".join(reasons(choice))
+    assert f"exchange {taken.plan.exchange}: attention hides " in why and "exchange heads in 1 group lost: " in why
+
+
+def test_the_exchange_is_plain_unless_left_open_and_what_is_faster_is_told():
+    choice = decide("rtxpro6000-sys-x2", LONG).choice
+    assert choice.taken.plan.exchange == PLAIN
+    (told,) = [line for line in reasons(choice) if "is predicted faster (exchange.variant=heads" in line]
+    assert "exchange.groups=" in told and "shorter" in told
+    fixed = decide("rtxpro6000-sys-x2", LONG, ["exchange.variant=hidden", "exchange.groups=auto"]).choice.taken
+    assert fixed.plan.exchange.variant == "hidden" and fixed.plan.exchange.groups > 1
+
+
+def test_a_codec_is_priced_where_it_is_asked_for():
+    plain, coded = (decide("rtxpro6000-sys-x2", LONG, [*AUTO, *more]).choice for more in ([], ["exchange.codec=int8"]))
+    assert coded.taken.plan.exchange.codec == "int8" and coded.taken.seconds < plain.taken.seconds
+    assert {way.exchange.codec for way in coded.taken.ways} == {"int8"}
+    assert any("as int8 codes (approximate)" in line for line in reasons(coded))
+
+
+def test_where_nothing_is_known_the_exchange_is_plain():
+    """Neither rates nor links, ranks that share a GPU, and ranks on the processor, where copies take the cores."""
+    nvlink = machine_of(2, lambda a, b: "NV18")
+    unknown = [
+        machine_of(2, lambda a, b: "SYS", name="Some GPU"),
+        replace(nvlink, links=()),
+        Machine(),
+        Machine(host_free=64 * GIB),
+    ]
+    for machine, count in [*((machine, 2) for machine in unknown), (nvlink, 4)]:
+        base = base_plan("float32" if machine.host_free else "bfloat16")
+        weigher = Weigher(base, machine, load_rates(), open_exchanges("auto", "auto", "none"))
+        assert choose(weigher, [count], None).taken.plan.exchange == PLAIN
+
+
+def test_an_exchange_that_fits_comes_before_one_that_is_faster_and_before_a_larger_tp():
+    """Hidden rows need the QKV weights of a rank's own heads alone: 8 ranks fit where they would not otherwise."""
+    base, layout = base_plan(), Layout(sp=8)
+    need, less = (
+        max(relayout(replace(base, exchange=ExchangePlan(variant)), layout).peaks) for variant in ("heads", "hidden")
+    )
+    machine = machine_of(8, lambda a, b: "NV18", gib=(need + less) / 2 / GIB)
+    weigh = partial(Weigher, base, machine, load_rates())
+    given, free = (choose(weigh(ways), [8], None).taken for ways in ((), open_exchanges("auto", "auto", "none")))
+    assert less < need and given.layout.tp > 1
+    assert free.layout == layout and free.fits and free.plan.exchange.variant == "hidden"
+
+
+def test_every_rank_takes_the_exchange_that_was_chosen():
+    """It is in the plan's hash; ranks that were told of it compute the same plan, others another."""
+    decision = decide("rtxpro6000-sys-x2", words=AUTO)
+    config = config_of(*AUTO)
+    resolved = read_request(config, REFERENCE)
+    facts, layout = facts_ahead(config, read_aloud(config, resolved)), decision.plan.layout
+    on = {"device": "cuda", "capability": (12, 0)}
+    told = plan_on(config, resolved, facts, layout, **on, exchange=decision.plan.exchange)
+    assert decision.plan.exchange != PLAIN and told.digest == decision.plan.digest
+    assert plan_on(config, resolved, facts, layout, **on).digest != decision.plan.digest
+
+
 def test_ranks_that_share_a_gpu_are_not_timed():
     machine = machine_of(2, lambda a, b: "NV18")
     choice = chosen(machine, [4])
@@ -315,6 +391,9 @@ def test_plans_as_json_and_as_a_table(run):
     assert code == 0 and found["choice"]["taken"]["ranks"] == 8 and found["choice"]["device_class"] == "H200"
     assert found["choice"]["taken"]["seconds"] > 0 and len(found["choice"]["rivals"]) == 3
     assert len(found["choice"]["placement"]["resident_bytes"]) == 8
+    taken = found["choice"]["taken"]
+    assert taken["exchange"] == found["exchange"] == {"variant": "heads", "groups": 1, "codec": "none"}
+    assert taken["exchanges"][0]["seconds"] == taken["seconds"] and len(taken["exchanges"]) > 10
     code, out, _ = run("plan", "--links", links, "--table", "a fox")
     lines = out.splitlines()
     assert code == 0 and [line.split("|")[1].strip() for line in lines[4:]] == ["1", "2", "4", "6", "8"]

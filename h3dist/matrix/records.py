@@ -51,7 +51,7 @@ def predicted(decision: Decision) -> dict[str, Any]:
     return {
         "gpus": list(decision.choice.taken.seats),
         "step_seconds": round(cost.seconds, FIGURES) if cost else None,
-        "terms": {name: round(value, FIGURES) for name, value in vars(cost).items()} if cost else None,
+        "terms": {name: round(value, FIGURES) for name, value in cost.terms.items()} if cost else None,
         "unpriced": decision.choice.unpriced,
     }
 

@@ -1,18 +1,20 @@
 """Which layout a run takes, on which GPUs and how many, what that is predicted to cost, and what else was weighed.
 
 The rules, from public measurements of this model: the smallest tp that fits, since a larger one holds less and sends
-more; tensor-parallel ranks on the closest links; and, where the number of GPUs is free, the fewest that are predicted
-to take no more than MARGIN longer than the fastest number.
+more; tensor-parallel ranks on the closest links; of the exchanges left open the plainest that is predicted to take no
+more than NEAR longer than the fastest; and, where the number of GPUs is free, the fewest that are predicted to take no
+more than MARGIN longer than the fastest number. Where no time is predicted the exchange is the plainest.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
-from itertools import combinations
+from itertools import combinations, groupby
 from typing import Any
 
 from h3dist.errors import PlanError
-from h3dist.plan.cost import Cost, missing_rate, step_cost
+from h3dist.plan.cost import Cost, Pricing, missing_rate
+from h3dist.plan.exchange import AUTO, ExchangePlan, open_exchanges
 from h3dist.plan.layout import Layout, ffn_unit
 from h3dist.plan.machine import NAMELESS, Machine
 from h3dist.plan.order import arrange
@@ -20,17 +22,34 @@ from h3dist.plan.plan import Plan, relayout
 from h3dist.plan.rates import DeviceRates, Rates
 
 MARGIN = 0.05
+NEAR = 0.005
 WEIGHED = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 24, 32, 48)  # numbers of ranks that are looked at beside the one asked for
 
 
 @dataclass(frozen=True)
+class Way:
+    """One exchange of a layout, what a step costs with it, and the bytes that it lacks, as an option's."""
+
+    exchange: ExchangePlan
+    cost: Cost
+    lacking: int | None
+
+    def as_dict(self) -> dict[str, Any]:
+        """This way as JSON values."""
+        return asdict(self.exchange) | {"seconds": self.cost.seconds, "overlapped": self.cost.overlapped}
+
+
+@dataclass(frozen=True)
 class Option:
-    """One layout on certain GPUs. `lacking`: bytes that the rank with the least room lacks; None: memory unknown."""
+    """One layout on certain GPUs, with its exchange. `lacking`: bytes that the rank with the least room lacks; None:
+    memory unknown. `ways` are all exchanges that were priced for it, those that were not to be chosen among them.
+    """
 
     plan: Plan
     seats: tuple[int, ...]  # rank -> GPU, by its place in CUDA's order
     lacking: int | None
     cost: Cost | None
+    ways: tuple[Way, ...] = ()
 
     @property
     def layout(self) -> Layout:
@@ -55,17 +74,24 @@ class Option:
             "fits": None if self.lacking is None else self.fits,
             "peak_bytes": max(self.plan.peaks),
             "seconds": self.cost.seconds if self.cost else None,
-            "terms": vars(self.cost) if self.cost else None,
+            "terms": self.cost.terms if self.cost else None,
+            "exchange": asdict(self.plan.exchange),
+            "overlapped": self.cost.overlapped if self.cost else None,
+            "exchanges": [way.as_dict() for way in self.ways],
         }
 
 
 @dataclass(frozen=True)
 class Weigher:
-    """Makes options of a run, of which `base` is any plan, on a machine."""
+    """Makes options of a run, of which `base` is any plan, on a machine.
+
+    `open` are the exchanges to choose from, the plainest first; none: that of `base` is given.
+    """
 
     base: Plan
     machine: Machine
     table: Rates
+    open: tuple[ExchangePlan, ...] = ()
 
     @cached_property
     def rates(self) -> DeviceRates | None:
@@ -78,6 +104,8 @@ class Weigher:
         if not self.machine.known:
             return "no GPU is known (name one with --gpu)"
         found = self.machine.rates(self.table)
+        if found is None and self.machine.gpus[0].name == NAMELESS:
+            return "these GPUs have no name (say one with --gpu)"
         if found is None:
             return f"the table of rates has no {self.machine.gpus[0].name} (h3dist bench measures it)"
         lacks = missing_rate(self.base, found)
@@ -85,9 +113,11 @@ class Weigher:
 
     def option(self, layout: Layout) -> Option:
         """A layout on the GPUs that suit it best. Raises PlanError where the model cannot be cut so."""
-        plan = relayout(self.base, layout)
         seats = self._seats(layout)
-        return Option(plan, seats, self._lacking(plan, seats), self._cost(plan, seats))
+        ways = self._ways(layout, seats)
+        best = _plainest([way for way in ways if way.exchange in self._asked])
+        plan = self._plan(layout, best.exchange if best else self._asked[0])
+        return Option(plan, seats, self._lacking(plan, seats), best.cost if best else None, ways)
 
     def of_count(self, count: int) -> tuple[Option, ...]:
         """All legal layouts of `count` ranks, the smallest tp first."""
@@ -104,8 +134,6 @@ class Weigher:
         rates = self.rates
         costs = {}
         for a, b in combinations(range(len(gpus)), 2):
-        if found is None and self.machine.gpus[0].name == NAMELESS:
-            return "these GPUs have no name (say one with --gpu)"
             link = self.machine.link(a, b)
             costs[a, b] = 1 / self.table.link(link, rates).bandwidth if rates else 1.0 + link.distance
         return arrange(layout, len(gpus), costs)
@@ -116,14 +144,41 @@ class Weigher:
         free = self.machine.free(seats)
         return max(0, *(need - have for need, have in zip(plan.peaks, free, strict=True)))
 
-    def _cost(self, plan: Plan, seats: Sequence[int]) -> Cost | None:
-        """None also where ranks share a GPU, or their links are not known: nobody measured that."""
+    def _plan(self, layout: Layout, exchange: ExchangePlan) -> Plan:
+        return relayout(replace(self.base, exchange=exchange), layout)
+
+    @property
+    def _asked(self) -> tuple[ExchangePlan, ...]:
+        return self.open or (self.base.exchange,)
+
+    def _ways(self, layout: Layout, seats: Sequence[int]) -> tuple[Way, ...]:
+        """The exchanges of a layout with their cost; none where nothing is known of rates or links."""
+        ways: list[Way] = []
+        for variant, same in groupby(self._weighed(layout), key=lambda each: each.variant):
+            plan = self._plan(layout, ExchangePlan(variant, codec=self._asked[0].codec))  # as large in any groups
+            pricing, lacking = self._pricing(plan, seats), self._lacking(plan, seats)
+            ways += [Way(each, pricing.cost(each.groups), lacking) for each in same if pricing]
+        return tuple(ways)
+
+    def _weighed(self, layout: Layout) -> tuple[ExchangePlan, ...]:
+        """What is asked for and, to compare, all that "auto" would leave open.
+
+        One alone where sp is 1, and on the processor: what copies there takes the cores of attention.
+        """
+        if layout.sp == 1 or self.machine.device == "cpu":
+            return self._asked[:1]
+        fewest = self.base.dims.heads // layout.ranks
+        every = dict.fromkeys((*self._asked, *open_exchanges(AUTO, AUTO, self._asked[0].codec)))
+        return tuple(each for each in every if each.groups <= fewest or each == self._asked[0])
+
+    def _pricing(self, plan: Plan, seats: Sequence[int]) -> Pricing | None:
+        """None where there are no rates, ranks share a GPU, or their links are not known: nobody measured that."""
         rates, world = self.rates, len(seats)
         alone = not self.machine.gpus or world == 1
         if rates is None or not (alone or (self.machine.links and len(set(seats)) == world)):
             return None
         share = rates if self.machine.gpus else rates.part(1 / world)
-        return step_cost(plan, share, self.machine.wires(seats, rates, self.table))
+        return Pricing(plan, share, self.machine.wires(seats, rates, self.table))
 
 
 @dataclass(frozen=True)
@@ -183,6 +238,13 @@ def choose(weigher: Weigher, counts: Sequence[int], fixed: Layout | None) -> Cho
         given=fixed is not None,
         free_count=len(counts) > 1,
     )
+
+
+def _plainest(ways: Sequence[Way]) -> Way | None:
+    """The first of `ways` that fits and is about as fast as any that does; None where there are none."""
+    fitting = [way for way in ways if not way.lacking] or ways
+    fastest = min((way.cost.seconds for way in fitting), default=0.0)
+    return next((way for way in fitting if way.cost.seconds <= fastest * (1 + NEAR)), None)
 
 
 def _smallest_tp(options: Sequence[Option]) -> Option:

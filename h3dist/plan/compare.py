@@ -8,7 +8,17 @@ from h3dist.plan.explain import duration
 from h3dist.plan.fit import GIB
 
 TABLE_COUNTS = (1, 2, 4, 6, 8)
-TITLES = ("GPUs", "layout", "s/step", "speed-up", "of ideal", "between ranks", "largest term", "GiB at most")
+TITLES = (
+    "GPUs",
+    "layout",
+    "exchange",
+    "s/step",
+    "speed-up",
+    "of ideal",
+    "between ranks",
+    "largest term",
+    "GiB at most",
+)
 
 
 def table_text(options: Sequence[Option]) -> str:
@@ -29,12 +39,13 @@ def table_dict(options: Sequence[Option]) -> list[dict[str, Any]]:
 def _line(option: Option, one: Option | None) -> tuple[str, ...]:
     world, cost, speedup = option.layout.world, option.cost, _speedup(option, one)
     peak = f"{max(option.plan.peaks) / GIB:.1f}" + (f" (lacks {option.lacking / GIB:.1f})" if option.lacking else "")
+    moved = option.plan.exchange.brief if option.layout.sp > 1 else ""
     if cost is None:
-        return str(world), str(option.layout), "?", "?", "?", "?", "?", peak
+        return str(world), str(option.layout), moved, "?", "?", "?", "?", "?", peak
     gain = (f"{speedup:.2f}x", f"{speedup / world:.0%}") if speedup else ("?", "?")
     between = f"{cost.talking / cost.seconds:.0%}" if world > 1 else ""
     seconds = duration(cost.seconds).removesuffix(" s")
-    return str(world), str(option.layout), seconds, *gain, between, cost.dominant, peak
+    return str(world), str(option.layout), moved, seconds, *gain, between, cost.dominant, peak
 
 
 def _alone(options: Sequence[Option]) -> Option | None:

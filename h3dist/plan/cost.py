@@ -7,38 +7,45 @@ Ranks work in step, so a term is the slowest rank's:
     dequantise    bytes read and written to make the blocks' weights dense, where no FP4 product takes them as they are
     elementwise   bytes of norms, modulation, rotation, activation and gates
     packing       bytes of laying together what the exchange over sp sends and brings
-    exchange      rows for heads and back over sp: bytes over what they share (`wires`)
+    exchange      rows for heads and back over sp: bytes over what they share (`wires`), but for what moves while
+                  attention works on another group of heads (`overlap`)
     reduce        gather and reduce over tp, likewise
     outputs       the gather of both heads' outputs
-    latency       of all these messages, and of the agreements on activation scales
+    latency       of all these messages, those of the exchange once a group, and of the agreements on activation scales
     host          what is left of the time that the host takes to start all this, if the device is faster
 
 S rows in all, s own, g of the tp group; h heads attended to, D their size, N and K of a rank's cut of a linear.
-Terms do not overlap, as in the run.
+The exchange alone overlaps with another term. Under its variant "hidden" the QKV product takes all S rows to a rank's
+own h heads, whose weights alone are held and made dense, and what comes there needs no packing.
 """
 
-from dataclasses import asdict, dataclass, fields, replace
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from math import prod
 from typing import TYPE_CHECKING
 
+from h3dist.plan.overlap import GROUP_LAUNCH, exposed, group_sizes, wave_loss
 from h3dist.plan.traffic import ELEMENT_BYTES
-from h3dist.plan.weights import linear_shapes, linear_weights
+from h3dist.plan.weights import NVFP4_BYTES, linear_shapes
 from h3dist.plan.wires import Wires, moves
 
 if TYPE_CHECKING:
     from h3dist.plan.plan import Plan, Share
     from h3dist.plan.rates import DeviceRates
 
+QKV = "attn.qkv_proj"
 TALK = ("packing", "exchange", "reduce", "outputs", "latency")
-TERM_OF = {"heads.to": "exchange", "heads.from": "exchange", "rows.gather": "reduce", "rows.reduce": "reduce"}
+THERE, BACK = ("heads.to", "hidden.gather"), "heads.from"
 WIDTHS_OWN = 14  # C wide tensors read and written for an own row: two halves of norm 2, modulation 2, gate 3
 WIDTHS_HELD = 10  # H D wide ones for a group's row: norms of q and k 4, rotation 4, v's copy 2
 WIDTHS_FFN = 5  # f wide ones: silu reads 1 writes 1, product reads 2 writes 1
-WIDTHS_PACKED = 8  # H D wide ones for the exchange: q, k, v stacked 6, what comes back laid together 2
+WIDTHS_THERE, WIDTHS_BACK = 6, 2  # H D wide ones for the exchange: q, k and v laid together, then the output
+CODED = 2  # and with a codec: into codes before, out of them after
 
 
 @dataclass(frozen=True)
 class Cost:
-    """Predicted seconds of one evaluation, by term."""
+    """Predicted seconds of one evaluation, by term; `overlapped` is what attention hides, and no term."""
 
     products: float
     attention: float
@@ -50,11 +57,17 @@ class Cost:
     outputs: float
     latency: float
     host: float = 0.0
+    overlapped: float = 0.0
+
+    @property
+    def terms(self) -> dict[str, float]:
+        """The terms by name."""
+        return {name: value for name, value in vars(self).items() if name != "overlapped"}
 
     @property
     def seconds(self) -> float:
         """All terms together."""
-        return sum(asdict(self).values())
+        return sum(self.terms.values())
 
     @property
     def talking(self) -> float:
@@ -64,28 +77,60 @@ class Cost:
     @property
     def dominant(self) -> str:
         """The largest term."""
-        return max((item.name for item in fields(self)), key=lambda name: getattr(self, name))
+        return max(self.terms, key=self.terms.__getitem__)
+
+
+class Pricing:
+    """What an evaluation of a plan costs on devices of a class, each rank on its own, joined by `wires`.
+
+    The plan's exchange is priced in any number of groups: the bytes are the same. Raises KeyError where the table
+    has no rate for the number format or the attention backend (`missing_rate`).
+    """
+
+    def __init__(self, plan: "Plan", device: "DeviceRates", wires: Wires) -> None:
+        self._plan, self._device = plan, device
+        found = moves(plan)
+        self._seconds = {move.label: wires.seconds(move) for move in found}
+        self._latency = {move.label: wires.latency(move) for move in found}
+        shares = plan.shares
+        self._base = Cost(
+            products=max(_products(plan, share, device) for share in shares),
+            attention=max(_attention(plan, share, device) for share in shares),
+            dequantise=max(dequantised_bytes(plan, share) for share in shares) / device.dequantise,
+            elementwise=max(elementwise_bytes(plan, share) for share in shares) / device.elementwise,
+            packing=max(packed_bytes(plan, share) for share in shares) / device.copy,
+            exchange=sum(self._seconds.get(label, 0.0) for label in (*THERE, BACK)),
+            reduce=self._seconds["rows.gather"] + self._seconds["rows.reduce"],
+            outputs=self._seconds["outputs"],
+            latency=0.0,
+        )
+
+    def cost(self, groups: int) -> Cost:
+        """The cost with the exchange in so many groups of heads; where sp is 1 there are none."""
+        if self._plan.layout.sp == 1:
+            groups = 1
+        cost = replace(self._base, latency=self._latencies(groups), **self._overlap(groups))
+        launch = self._device.launch * (1 + GROUP_LAUNCH * (groups - 1))
+        return replace(cost, host=max(0.0, launch * self._plan.dims.layers - cost.seconds))
+
+    def _latencies(self, groups: int) -> float:
+        times = {BACK: groups, "heads.to": groups}
+        return sum(seconds * times.get(label, 1) for label, seconds in self._latency.items())
+
+    def _overlap(self, groups: int) -> dict[str, float]:
+        """Attention cut into groups, and the exchange in the open and hidden behind it."""
+        plan, base = self._plan, self._base
+        heads = [_length(share.heads) for share in plan.shares]
+        attention = base.attention * max(wave_loss(plan.rows, h, groups, self._device.units) for h in heads)
+        first, last = (max(group_sizes(h, groups)[end] / h for h in heads) for end in (0, -1))
+        there, back = (sum(self._seconds.get(label, 0.0) for label in labels) for labels in (THERE, (BACK,)))
+        shown = exposed(there, back, attention, 1.0 if plan.exchange.hidden_on(plan.layout) else first, last)
+        return {"attention": attention, "exchange": shown, "overlapped": there + back - shown}
 
 
 def step_cost(plan: "Plan", device: "DeviceRates", wires: Wires) -> Cost:
-    """What an evaluation of `plan` costs on devices of a class, each rank on its own, joined by `wires`.
-
-    Raises KeyError where the table has no rate for the number format or the attention backend (`missing_rate`).
-    """
-    talk = dict.fromkeys(TALK[1:], 0.0)
-    for move in moves(plan):
-        talk["latency"] += wires.latency(move)
-        if move.label != "amax":  # single numbers: latency alone
-            talk[TERM_OF.get(move.label, move.label)] += wires.seconds(move)
-    cost = Cost(
-        products=max(_products(plan, share, device) for share in plan.shares),
-        attention=max(_attention(plan, share, device) for share in plan.shares),
-        dequantise=max(dequantised_bytes(plan, share) for share in plan.shares) / device.dequantise,
-        elementwise=max(elementwise_bytes(plan, share) for share in plan.shares) / device.elementwise,
-        packing=max(packed_bytes(plan, share) for share in plan.shares) / device.copy,
-        **talk,
-    )
-    return replace(cost, host=max(0.0, device.launch * plan.dims.layers - cost.seconds))
+    """What an evaluation of `plan` costs, its exchange as planned. Raises KeyError as `Pricing`."""
+    return Pricing(plan, device, wires).cost(plan.exchange.groups)
 
 
 def missing_rate(plan: "Plan", device: "DeviceRates") -> str | None:
@@ -98,7 +143,14 @@ def missing_rate(plan: "Plan", device: "DeviceRates") -> str | None:
 
 def product_flops(plan: "Plan", share: "Share") -> float:
     """FLOP of the blocks' linears in one evaluation."""
-    return 2.0 * _length(share.group_rows) * linear_weights(plan.dims, _length(share.tp_heads), _length(share.ffn))
+    return 2.0 * plan.dims.layers * sum(rows * weights for rows, weights in _linears(plan, share))
+
+
+def _linears(plan: "Plan", share: "Share") -> Iterator[tuple[int, int]]:
+    """Of each of a block's linears the rows that a rank puts through it, and the weights it puts them through."""
+    cut = _length(share.tp_heads), _length(share.ffn), _length(share.projected_heads)
+    for name, shape in linear_shapes(plan.dims, *cut).items():
+        yield _length(share.projected_rows if name == QKV else share.group_rows), prod(shape)
 
 
 def attention_flops(plan: "Plan", share: "Share") -> float:
@@ -124,25 +176,29 @@ def dequantised_bytes(plan: "Plan", share: "Share") -> float:
     element = ELEMENT_BYTES[plan.dtype]
     if plan.stored.bytes_per_weight == element:
         return 0.0
-    weights = linear_weights(plan.dims, _length(share.tp_heads), _length(share.ffn))
+    weights = plan.dims.layers * sum(weights for _, weights in _linears(plan, share))
     return (1 - _fp4_part(plan)) * weights * (plan.stored.bytes_per_weight + element)
 
 
 def elementwise_bytes(plan: "Plan", share: "Share") -> float:
     """Read and written in one evaluation by what is neither a product nor attention."""
-    dims = plan.dims
-    own, group = _length(share.rows), _length(share.group_rows)
-    inner, ffn = _length(share.tp_heads) * dims.head_dim, _length(share.ffn)
-    widths = own * WIDTHS_OWN * dims.hidden + group * (WIDTHS_HELD * inner + WIDTHS_FFN * ffn)
-    return dims.layers * ELEMENT_BYTES[plan.dtype] * widths
+    dims, fp4 = plan.dims, _fp4_part(plan)
+    own, group, projected = _length(share.rows), _length(share.group_rows), _length(share.projected_rows)
+    inner, ffn = _length(share.projected_heads) * dims.head_dim, _length(share.ffn)
+    widths = own * WIDTHS_OWN * dims.hidden + projected * WIDTHS_HELD * inner + group * WIDTHS_FFN * ffn
+    again = fp4 * (projected - group) * dims.hidden  # rows of others, quantised here too
+    return dims.layers * (ELEMENT_BYTES[plan.dtype] * (widths + again) + NVFP4_BYTES * again)
 
 
 def packed_bytes(plan: "Plan", share: "Share") -> float:
     """Read and written in one evaluation to lay q, k, v and the output together for the exchange over sp."""
     if plan.layout.sp == 1:
         return 0.0
-    inner = _length(share.tp_heads) * plan.dims.head_dim
-    return plan.dims.layers * ELEMENT_BYTES[plan.dtype] * WIDTHS_PACKED * _length(share.group_rows) * inner
+    hidden, element = plan.exchange.hidden_on(plan.layout), ELEMENT_BYTES[plan.dtype]
+    there, back = (0, WIDTHS_BACK) if hidden else (WIDTHS_THERE, WIDTHS_BACK)
+    inner = plan.dims.layers * _length(share.group_rows) * _length(share.tp_heads) * plan.dims.head_dim
+    coded = CODED * (there + back) // 2 if plan.exchange.codec != "none" else 0
+    return inner * (element * (there + back) + (element + 1) * coded)
 
 
 def _fp4_part(plan: "Plan") -> float:

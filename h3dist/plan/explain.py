@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from itertools import combinations
 from typing import TYPE_CHECKING, Any
 
-from h3dist.plan.choose import MARGIN, Choice, Option
+from h3dist.plan.choose import MARGIN, NEAR, Choice, Option, Way
 from h3dist.plan.cost import TALK, Cost
 from h3dist.plan.table import size
 from h3dist.topology import Link
@@ -23,6 +23,7 @@ def reasons(choice: Choice) -> tuple[str, ...]:
         *count_words(choice),
         *_seats(choice),
         *_predicted(choice),
+        *_exchange(choice),
         *(_lost(choice, option) for option in choice.rivals),
         *_attention(choice),
         _placement(choice),
@@ -58,7 +59,7 @@ def as_dict(choice: Choice) -> dict[str, Any]:
 
 def terms(cost: Cost) -> str:
     """A step's terms by size, in parts of a hundred: "attention 60 %, products 29 %"."""
-    parts = sorted(vars(cost).items(), key=lambda item: -item[1])
+    parts = sorted(cost.terms.items(), key=lambda item: -item[1])
     return ", ".join(f"{name} {value / cost.seconds:.0%}" for name, value in parts if value > SHOWN * cost.seconds)
 
 
@@ -148,6 +149,34 @@ def _predicted(choice: Choice) -> Iterator[str]:
 
 def _most_talk(cost: Cost) -> str:
     return max(TALK, key=lambda name: getattr(cost, name))
+
+
+def _exchange(choice: Choice) -> Iterator[str]:
+    """How heads move, what of it attention hides, and what the other ways would take."""
+    taken, cost = choice.taken, choice.taken.cost
+    if taken.layout.sp == 1 or cost is None:
+        return
+    moved = cost.exchange + cost.overlapped
+    hidden = f"attention hides {cost.overlapped / moved:.0%} of it" if moved else "nothing moves"
+    yield f"exchange {taken.plan.exchange}: {hidden}, {duration(cost.exchange)} a step stay in the open"
+    for way in _other_ways(taken):
+        faster = way.cost.seconds < cost.seconds * (1 - NEAR)
+        keys = f"exchange.variant={way.exchange.variant} exchange.groups={way.exchange.groups}"
+        against = _against(way.cost.seconds, cost.seconds)
+        told = f"is predicted faster ({keys})" if faster else "lost"
+        yield f"exchange {way.exchange} {told}: {duration(way.cost.seconds)} a step, {against}"
+
+
+def _other_ways(option: Option) -> list[Way]:
+    """Of each variant the fastest, and the plain exchange, as far as they were not taken."""
+    ways = sorted(option.ways, key=lambda way: way.cost.seconds)
+    best = [next(way for way in ways if way.exchange.variant == variant) for variant in sorted(_variants(option))]
+    plain = [way for way in option.ways if way.exchange.groups == 1 and way.exchange.variant == "heads"]
+    return [way for way in dict.fromkeys((*plain, *best)) if way.exchange != option.plan.exchange]
+
+
+def _variants(option: Option) -> set[str]:
+    return {way.exchange.variant for way in option.ways}
 
 
 def _unknown(choice: Choice) -> str:

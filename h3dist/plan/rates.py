@@ -25,7 +25,8 @@ class DeviceRates:
     """One class of devices: FLOP/s of products by number format and of attention by backend, B/s of the rest.
 
     `launch` is what the host takes to start the work of one block, in seconds; `nvlink` B/s of one NVLink, one way;
-    `link` the kind of link that a machine of them has if nothing else is known.
+    `units` how many tiles of attention it works on at a time, 0 where unknown; `link` the kind of link that a machine
+    of them has if nothing else is known.
     """
 
     name: str
@@ -39,11 +40,12 @@ class DeviceRates:
     dequantise: float
     launch: float
     nvlink: float = 0.0
+    units: float = 0.0
 
     def part(self, share: float) -> "DeviceRates":
         """A slice that has `share` of the device, as of a MIG slice's memory; the host is the same."""
         scaled = {"product": _times(self.product, share), "attention": _times(self.attention, share)}
-        numbers = {name: getattr(self, name) * share for name in ("elementwise", "copy", "dequantise")}
+        numbers = {name: getattr(self, name) * share for name in ("elementwise", "copy", "dequantise", "units")}
         return DeviceRates(**vars(self) | scaled | numbers)
 
 

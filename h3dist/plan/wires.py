@@ -77,19 +77,23 @@ def moves(plan: Plan) -> tuple[Move, ...]:
     """The collectives of one evaluation, as `traffic` counts them."""
     dims, layout, e = plan.dims, plan.layout, ELEMENT_BYTES[plan.dtype]
     outputs = plan.chunk * (4 * dims.video_channels + dims.audio_channels) * FLOAT
-    row, head = dims.hidden * e, dims.head_dim * e
+    row = dims.hidden * e
     group = [_length(share.group_rows) for share in plan.shares]
     heads = [_length(share.heads) for share in plan.shares]
     piece = [min(plan.chunk, rows) for rows in group]
-    within, across = _pairs(layout.tp_groups()), _pairs(layout.sp_groups())
+    within, across, everyone = map(_pairs, (layout.tp_groups(), layout.sp_groups(), layout.request_groups()))
+    hidden = plan.exchange.hidden_on(layout)
     rows = {(a, b): piece[a] * row for a, b in within}
+    head = [plan.exchange.head_bytes(count, dims.head_dim, e) for count in group]
+    to = {(a, b): 3 * head[a] * heads[b] for a, b in across}
     return (
-        Move("rows.gather", 2 * dims.layers, layout.tp, rows),
+        Move("rows.gather", (1 if hidden else 2) * dims.layers, layout.tp, rows),
         Move("rows.reduce", 2 * dims.layers, layout.tp, rows),
-        Move("heads.to", dims.layers, layout.sp, {(a, b): 3 * group[a] * heads[b] * head for a, b in across}),
-        Move("heads.from", dims.layers, layout.sp, {(a, b): group[b] * heads[a] * head for a, b in across}),
-        Move("amax", plan.amax, layout.ranks, dict.fromkeys(_pairs(layout.request_groups()), FLOAT)),
-        Move("outputs", 1, layout.ranks, dict.fromkeys(_pairs(layout.request_groups()), outputs)),
+        Move("hidden.gather", dims.layers, layout.ranks, dict.fromkeys(everyone, plan.chunk * row) if hidden else {}),
+        Move("heads.to", dims.layers, layout.sp, {} if hidden else to),
+        Move("heads.from", dims.layers, layout.sp, {(a, b): head[b] * heads[a] for a, b in across}),
+        Move("amax", plan.amax, layout.ranks, dict.fromkeys(everyone, FLOAT)),
+        Move("outputs", 1, layout.ranks, dict.fromkeys(everyone, outputs)),
     )
 
 
