@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from h3dist.attention.backend import Attention, Backend
-from h3dist.attention.sdpa import dot_product_attention
+from h3dist.attention.sdpa import sdpa
 from h3dist.errors import NumericsError
 
 TILE = 128  # rows that kernels pad to: the last, partial one is compared by itself too
@@ -71,7 +71,7 @@ class Checked:
                 f"attention={self._backend.name} is refused, {wrong}; attention=sdpa is exact, and "
                 "attention.fallback=true goes on with it"
             )
-        self._attention = dot_product_attention
+        self._attention = sdpa
         return self._attention(*kept)
 
 
@@ -82,7 +82,7 @@ def compare(
     heads = sorted({0, q_ShD.shape[1] // 2, q_ShD.shape[1] - 1})
     given = (q_ShD, k_ShD, v_ShD)
     kept = [x[:, heads].contiguous() for x in given]
-    exact_ScD = dot_product_attention(*kept).float()
+    exact_ScD = sdpa(*kept).float()
     try:
         o_ShD = attention(*given)
         found_ScD = o_ShD[:, heads].float()

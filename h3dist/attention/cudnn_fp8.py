@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from h3dist.attention.backend import Attention, Backend, Package, Task, not_of, not_on
+from h3dist.fp8 import power_of_two
 
 PACKAGE = Package("cudnn", "pygraph", "pip install nvidia-cudnn-frontend")
-LARGEST = 448.0  # of E4M3
 SOFTMAX_SCALE = 256.0  # probabilities are at most 1
 HEADROOM = 0.5  # of the output's scale: rounded probabilities may add up to a little over 1
 WIDE_OUTPUT = (10,)  # compute capabilities with 16-bit output, by major
@@ -29,10 +29,7 @@ SCALARS = ("descale_q", "descale_k", "descale_v", "descale_s", "scale_s", "scale
 
 def quantised(x_ShD: Tensor) -> tuple[Tensor, Tensor]:
     """E4M3 [S, h, D] and the power of two, f32 [], that x was multiplied by: exact in bfloat16, so it rounds once."""
-    low, high = torch.aminmax(x_ShD)
-    largest = torch.maximum(-low, high).float().clamp_min(2.0**-100)
-    _, exponent = torch.frexp(LARGEST / largest)
-    scale = torch.ldexp(torch.ones_like(largest), exponent - 1)
+    scale = power_of_two(torch.linalg.vector_norm(x_ShD, ord=torch.inf))
     return (x_ShD * scale.to(x_ShD.dtype)).contiguous().to(torch.float8_e4m3fn), scale
 
 

@@ -47,6 +47,11 @@ def by_kernels(*order: SDPBackend) -> Attention:
     return attention
 
 
+def sdpa(q_ShD: Tensor, k_ShD: Tensor, v_ShD: Tensor) -> Tensor:
+    """o_ShD without a probe: on CUDA by the first of KERNELS that applies, elsewhere by torch's own choice."""
+    return (IN_ORDER if q_ShD.is_cuda else dot_product_attention)(q_ShD, k_ShD, v_ShD)
+
+
 @cache
 def probe(task: Task) -> str | None:
     """The name in KERNELS that is fastest at the task's shape on its GPU; None on a CPU, or where none applies."""
@@ -79,6 +84,9 @@ def _seconds(work: Callable[[], object], device: torch.device) -> float:
         torch.cuda.synchronize(device)
         runs.append(time.perf_counter() - begun)
     return median(runs[1:])
+
+
+IN_ORDER = by_kernels(*KERNELS.values(), SDPBackend.MATH)
 
 
 def build(task: Task, found: str | None) -> Attention:

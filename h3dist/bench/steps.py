@@ -16,11 +16,12 @@ from torch import Tensor
 from h3dist.attention.registry import get as attention_backend
 from h3dist.comm import Comm
 from h3dist.model.denoiser import Denoiser
-from h3dist.model.linear import FP4_CAPABILITY, choose_linear, dense_linear
+from h3dist.model.linear import choose_linear, dense_linear
 from h3dist.model.random_weights import random_denoiser, random_modulation
 from h3dist.model.weights import DenoiserWeights
 from h3dist.packing import pack_t2va
 from h3dist.plan import Plan
+from h3dist.plan.weights import FP4_CAPABILITY
 from h3dist.sampling.noise import draw
 from h3dist.sampling.samplers import sample
 from h3dist.sampling.schedules import make_schedule

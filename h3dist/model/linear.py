@@ -1,8 +1,7 @@
-"""How a linear layer is computed from its stored weight. A function of this kind is passed into the model.
+"""How a run's linear layers are computed from their stored weights: the choice, and products in FP4.
 
-Dense: the weight is made dense in the activation's dtype, used and dropped, so at most one layer is dense at
-a time. FP4: on compute capability 10 and later, an NVFP4 weight meets an activation quantised to NVFP4 in
-comfy-kitchen's GEMM, unless the layer asks for full precision.
+FP4: on compute capability 10 and later, an NVFP4 weight meets an activation quantised to NVFP4 in comfy-kitchen's
+GEMM, unless the layer asks for full precision. `dense` and `narrow` have the other ways.
 
 Shape letters: M rows, K inputs, N outputs.
 """
@@ -20,26 +19,13 @@ from torch import Tensor
 from h3dist.checkpoint.formats import Weight
 from h3dist.checkpoint.nvfp4 import Nvfp4Weight
 from h3dist.errors import MissingDependency
+from h3dist.model.dense import Linear, dense_linear, prescaled
 from h3dist.model.exchange import Exchange
+from h3dist.model.narrow import narrow_linear
+from h3dist.plan.gemm import NARROW, choose_gemm
 
-FP4_CAPABILITY = (10, 0)
 FP4_RANGE = 448.0 * 6.0  # the largest E4M3 block scale times the largest E2M1 value
 GEMM_COLUMNS = 32  # cuBLAS takes FP4 operands whose K is a multiple of this
-
-# (x_MK, weight [N, K]) -> y_MN in x's dtype
-Linear = Callable[[Tensor, Weight], Tensor]
-
-
-def dense_linear(x_MK: Tensor, weight: Weight) -> Tensor:
-    """y_MN = x W^T with the weight made dense in x's dtype for this call alone."""
-    return F.linear(prescaled(x_MK, weight), weight.dense(x_MK.dtype))
-
-
-def prescaled(x_MK: Tensor, weight: Weight) -> Tensor:
-    """The activation times the layer's `pre_quant_scale`, where it has one."""
-    if weight.pre_quant_scale is None:
-        return x_MK
-    return x_MK * weight.pre_quant_scale.to(x_MK.dtype)
 
 
 class Fp4Kernels(NamedTuple):
@@ -103,16 +89,17 @@ def fp4_matmul(x_MK: Tensor, scale: Tensor, weight: Nvfp4Weight, kernels: Fp4Ker
 
 
 def choose_linear(
-    capability: tuple[int, int] | None, exchange: Exchange, dtype: torch.dtype = torch.bfloat16
+    capability: tuple[int, int] | None, exchange: Exchange, dtype: torch.dtype = torch.bfloat16, gemm: str = "auto"
 ) -> Linear:
-    """The linear of a run: FP4 where all devices have it and the compute dtype is bfloat16, else dense.
+    """The linear of a run that asks for `gemm` (see `plan.gemm`). Raises ConfigError for one that cannot be.
 
-    capability: the lowest compute capability of the ranks, None on a CPU. It must be the same on every rank,
-    because the FP4 path talks. dtype: the compute dtype; comfy-kitchen's FP4 GEMM has no float32 output.
+    capability: the lowest compute capability of the ranks, None on a CPU. It must be the same on every rank, because
+    the FP4 path talks.
     """
-    if capability is None or capability < FP4_CAPABILITY or dtype != torch.bfloat16:
-        return dense_linear
-    return Fp4Linear(exchange, kitchen_kernels())
+    chosen = choose_gemm(gemm, capability, str(dtype).removeprefix("torch."))
+    if chosen in NARROW:
+        return narrow_linear(chosen, cuda=capability is not None)
+    return Fp4Linear(exchange, kitchen_kernels()) if chosen == "nvfp4" else dense_linear
 
 
 def kitchen_kernels() -> Fp4Kernels:

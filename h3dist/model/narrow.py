@@ -1,0 +1,137 @@
+"""Products of 8-bit operands, opt-in approximations: weights rounded once at load, activations row by row as they come.
+
+A row's scale is of that row's own inputs, so ranks that split rows compute what one would without a word; where a rank
+holds a slice of the inputs (the second layer of each half, over tp) its scales are of the slice: never coarser.
+
+Shape letters: M rows, K inputs, N outputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from h3dist.checkpoint.formats import DENSE_ELEMENTS, Int8Weight, PlainWeight, Weight, dense_by_rows, take, take_cols
+from h3dist.checkpoint.slices import Slice
+from h3dist.errors import MissingDependency
+from h3dist.fp8 import to_rows_of_fp8
+from h3dist.model.dense import Linear, dense_linear, prescaled
+
+INT8_LARGEST = 127.0
+SMALLEST = 1e-30
+
+
+@dataclass(frozen=True, eq=False)
+class Fp8Weight(Weight):
+    """W = codes * scale: codes E4M3 [N, K], one float32 scale a row, [N, 1], a power of two."""
+
+    codes: Tensor
+    scale: Tensor
+    full_precision: bool = False
+    input_scale: Tensor | None = None
+    pre_quant_scale: Tensor | None = None
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.codes.shape[0], self.codes.shape[1]
+
+    def dense(self, dtype: torch.dtype) -> Tensor:
+        def rows(start: int, stop: int) -> Tensor:
+            return self.codes[start:stop].float() * self.scale[start:stop]
+
+        return dense_by_rows(self.shape, dtype, self.codes.device, rows)
+
+    def slice(self, cut: Slice) -> Fp8Weight:
+        scale, pre_quant_scale = take(self.scale, Slice(rows=cut.rows)), take_cols(self.pre_quant_scale, cut)
+        codes = take(self.codes.view(torch.uint8), cut).view(torch.float8_e4m3fn)
+        return replace(self, codes=codes, scale=scale, pre_quant_scale=pre_quant_scale)
+
+
+def narrowed(weight: Weight, gemm: str, dtype: torch.dtype) -> Weight:
+    """The weight for `gemm`, fp8 or int8, from what the dense product of `dtype` would take; any other as it is.
+
+    A layer that its marker keeps in full precision stays as it is too, and is multiplied dense.
+    """
+    kept = weight.full_precision and not isinstance(weight, PlainWeight)
+    if gemm not in ROUNDED or kept or (gemm == "int8" and isinstance(weight, Int8Weight)):
+        return weight
+    dense = weight.dense(dtype)
+    step = max(1, DENSE_ELEMENTS // max(1, dense.shape[1]))
+    parts = [ROUNDED[gemm](rows.float()) for rows in dense.split(step)]
+    codes, scales = zip(*parts, strict=True)
+    made = Fp8Weight if gemm == "fp8" else Int8Weight
+    joined = torch.cat([part.view(torch.uint8) for part in codes]).view(codes[0].dtype)
+    return made(joined, torch.cat(scales), pre_quant_scale=weight.pre_quant_scale)
+
+
+def to_rows_of_int8(x_MK: Tensor) -> tuple[Tensor, Tensor]:
+    """int8 [M, K] and its scale f32 [M, 1], the row's largest magnitude / 127; halves to even."""
+    if x_MK.numel() == 0:
+        return x_MK.new_empty(x_MK.shape, dtype=torch.int8), x_MK.new_ones((x_MK.shape[0], 1)).float()
+    largest = torch.linalg.vector_norm(x_MK, ord=torch.inf, dim=1, keepdim=True)
+    scale = (largest.float() / INT8_LARGEST).clamp_min(SMALLEST)
+    return (x_MK.float() / scale).round().clamp(-INT8_LARGEST, INT8_LARGEST).to(torch.int8), scale
+
+
+ROUNDED: dict[str, Callable[[Tensor], tuple[Tensor, Tensor]]] = {"fp8": to_rows_of_fp8, "int8": to_rows_of_int8}
+
+
+def plain_fp8(x_MK: Tensor, weight: Fp8Weight) -> Tensor:
+    """The product that defines `gemm=fp8`: operands as rounded, sums in float32, scaled, and rounded once."""
+    codes_MK, scale_M1 = to_rows_of_fp8(x_MK)
+    y_MN = codes_MK.float() @ weight.codes.float().T
+    return (y_MN * (scale_M1 * weight.scale.T)).to(x_MK.dtype)
+
+
+def scaled_fp8(x_MK: Tensor, weight: Fp8Weight) -> Tensor:
+    """The same on GPUs of compute capability 8.9 and up, by torch's GEMM with a scale a row and a column."""
+    codes_MK, scale_M1 = to_rows_of_fp8(x_MK)
+    return torch._scaled_mm(
+        codes_MK,
+        weight.codes.T,
+        scale_a=scale_M1,
+        scale_b=weight.scale.T.contiguous(),
+        out_dtype=x_MK.dtype,
+        use_fast_accum=True,
+    )
+
+
+def plain_int8(x_MK: Tensor, weight: Int8Weight) -> Tensor:
+    """The product that defines `gemm=int8`: exact sums of the rounded operands, scaled, and rounded once."""
+    codes_MK, scale_M1 = to_rows_of_int8(x_MK)
+    sums_MN = codes_MK.double() @ weight.codes.double().T
+    return (sums_MN.float() * (scale_M1 * weight.scale.T)).to(x_MK.dtype)
+
+
+def kitchen_int8() -> Callable[..., Tensor]:
+    """The same by comfy-kitchen: `int8_linear(x, codes, scale, out_dtype=)`. Raises MissingDependency."""
+    try:
+        from comfy_kitchen import int8_linear
+    except ImportError as error:
+        raise MissingDependency(f"runtime.gemm=int8 needs comfy-kitchen: {error}") from error
+
+    def product(x_MK: Tensor, weight: Int8Weight) -> Tensor:
+        return int8_linear(x_MK, weight.codes, weight.scale, out_dtype=x_MK.dtype)
+
+    return product
+
+
+def narrow_linear(gemm: str, *, cuda: bool) -> Linear:
+    """The linear of a run with `gemm` fp8 or int8; a weight of any other type is multiplied dense."""
+    kind: type[Weight] = Fp8Weight if gemm == "fp8" else Int8Weight
+    product: Callable[[Tensor, Any], Tensor] = plain_fp8 if gemm == "fp8" else plain_int8
+    if cuda:
+        product = scaled_fp8 if gemm == "fp8" else kitchen_int8()
+
+    def linear(x_MK: Tensor, weight: Weight) -> Tensor:
+        if not isinstance(weight, kind) or weight.full_precision:
+            return dense_linear(x_MK, weight)
+        if x_MK.shape[0] == 0:
+            return x_MK.new_empty(0, weight.shape[0])
+        return product(prescaled(x_MK, weight).contiguous(), weight)
+
+    return linear
