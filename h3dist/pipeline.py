@@ -310,7 +310,8 @@ def denoiser(site: Site, packed: Packed) -> Denoiser:
 def report_of(site: Site, dfile: DenoiserFile) -> str:
     """What this rank counted, for the sidecar, as JSON."""
     name = torch.cuda.get_device_name(site.device) if site.device.type == "cuda" else "cpu"
-    report = RankReport(name, dict(site.comm.counted), dfile.file.bytes_read, site.peak_memory())
+    rounding = site.comm.rounding.sums()
+    report = RankReport(name, dict(site.comm.counted), dfile.file.bytes_read, site.peak_memory(), rounding)
     return json.dumps(asdict(report))
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from h3dist import __version__
 from h3dist.config import Config
 from h3dist.errors import OutputError
-from h3dist.plan import Plan
+from h3dist.plan import ExchangePlan, Plan
 from h3dist.provenance import versions_of
 from h3dist.request import Resolved
 
@@ -56,7 +56,7 @@ def describe_run(
         "config": settings,
         "plan": plan.as_dict() if plan else None,
         "plan_digest": plan.digest if plan else None,
-        "exchange": describe_exchange(plan, ranks) if plan else None,
+        "exchange": describe_exchange(plan.exchange, ranks) if plan else None,
         "ranks": [_against_plan(plan, rank, report) for rank, report in enumerate(ranks)],
         "seconds": {name: round(value, 4) for name, value in seconds.items()},
         "step_seconds": [round(value, 4) for value in step_seconds],
@@ -65,15 +65,15 @@ def describe_run(
     }
 
 
-def describe_exchange(plan: Plan, ranks: Sequence[RankReport]) -> dict[str, Any]:
+def describe_exchange(exchange: ExchangePlan, ranks: Sequence[RankReport]) -> dict[str, Any]:
     """How heads moved, whether exactly, and by how much codes were off: relative, in the 2-norm over all ranks."""
     sums: dict[str, list[float]] = {}
     for kind, pair in (item for report in ranks for item in report.rounding.items()):
         sums[kind] = [a + b for a, b in zip(sums.get(kind, (0.0, 0.0)), pair, strict=True)]
     if not sums:
-        return {"how": str(plan.exchange), "exact": True}
+        return {"how": str(exchange), "exact": True}
     return {
-        "how": str(plan.exchange),
+        "how": str(exchange),
         "exact": False,
         "note": "this run is approximate: heads moved as codes; relative_error is that of its first attention",
         "relative_error": {kind: sqrt(error / value) if value else 0.0 for kind, (error, value) in sums.items()},

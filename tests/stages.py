@@ -51,6 +51,7 @@ class Walked:
     rows: tuple[int, int]
     trace: dict[str, Any]  # name -> array, on rank 0
     heavy: tuple[str, ...]  # modules of HEAVY that this process has
+    rounding: dict[str, tuple[float, float]]  # of codes, where heads move as such
 
 
 def prepare_run(
@@ -90,6 +91,7 @@ def walk(seat: Any, run: Run, layout: Layout, twice: bool = False) -> Walked:
         rows=share.rows,
         trace=arrays(prepared.states_Lt, denoised) if site.first else {},
         heavy=tuple(name for name in HEAVY if name in sys.modules),
+        rounding=site.comm.rounding.sums(),
     )
 
 

@@ -24,6 +24,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from h3dist.comm.board import Board
 from h3dist.comm.exchange import RankExchange
+from h3dist.comm.rounding import Rounding
 from h3dist.comm.wire import BACKSTOP, GlooWire, Group, NcclWire, Wire, in_short
 from h3dist.errors import ConfigError, RankError, nearest
 from h3dist.plan import LABELS, Layout, Plan
@@ -40,6 +41,7 @@ class Comm:
     def __init__(self, rank: int, layout: Layout, device: torch.device) -> None:
         self.rank, self.layout, self.device = rank, layout, device
         self.counted = dict.fromkeys(LABELS, 0)  # bytes sent to other ranks, by collective
+        self.rounding = Rounding()  # of the codes of the last exchange, where it sends such
         self._board: Board | None = None
         self._meta: Wire | None = None
         self._tensors: dict[str, Wire | None] = dict.fromkeys(("request", "sp", "tp"))
@@ -114,7 +116,9 @@ class Comm:
     def exchange(self, plan: Plan) -> RankExchange:
         """What the model asks of the other ranks while it runs `plan`."""
         assert plan.layout == self.layout, (plan.layout, self.layout)
-        return RankExchange(plan, self.rank, self._tensors["tp"], self._tensors["sp"], self._tensors["request"])
+        moves = RankExchange(plan, self.rank, self._tensors["tp"], self._tensors["sp"], self._tensors["request"])
+        self.rounding = moves.rounding
+        return moves
 
     def broadcast_text(self, text_LC: Tensor | None, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
         """text_LC of the request's first rank, on all its ranks, as `dtype` on their device.
