@@ -1,10 +1,10 @@
 """Run a set of tiny checkpoints through every layout from the command line and compare with expected results.
 
-    python benchmarks/parity.py SET [--layouts single,ulysses:3,hybrid:2x3] [--rel 1e-4]
+    python benchmarks/parity.py SET [--layouts single,ulysses:3,hybrid:2x3] [--rel 1e-4] [exchange.variant=hidden ...]
 
 SET holds request.json, overrides.txt (a Hydra override a line, `@` for SET) and expected.safetensors, made by other
-software. Prints a Markdown table: the largest relative error of each tensor, and whether the bytes that ranks sent
-and asked of the file are those of the plan. Exit code 1 where anything falls short.
+software; more overrides come after. Prints a Markdown table: the largest relative error of each tensor, and whether the
+bytes that ranks sent and asked of the file are those of the plan. Exit code 1 where anything falls short.
 """
 
 import argparse
@@ -28,9 +28,10 @@ def main() -> int:
     """One row a layout."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("set", type=Path)
+    parser.add_argument("overrides", nargs="*")
     parser.add_argument("--layouts", default=LAYOUTS)
     parser.add_argument("--rel", type=float, default=1e-4)
-    args = parser.parse_args()
+    args = parser.parse_intermixed_args()
     expected = load_file(args.set / "expected.safetensors")
     names = sorted(expected)
     print("| layout | " + " | ".join(names) + " | bytes as planned |", flush=True)
@@ -38,7 +39,7 @@ def main() -> int:
     good = True
     with tempfile.TemporaryDirectory() as folder:
         for layout in args.layouts.split(","):
-            actual, sidecar = run(args.set.resolve(), layout, Path(folder))
+            actual, sidecar = run(args.set.resolve(), layout, Path(folder), args.overrides)
             notes = [judge(expected[name], actual.get(name), args.rel) for name in names]
             planned = all(row["sent"]["planned"] == row["sent"]["counted"] for row in sidecar["ranks"])
             planned &= all(row["file_bytes"]["planned"] == row["file_bytes"]["counted"] for row in sidecar["ranks"])
@@ -47,7 +48,7 @@ def main() -> int:
     return 0 if good else 1
 
 
-def run(folder: Path, layout: str, out: Path) -> tuple[dict[str, torch.Tensor], dict[str, object]]:
+def run(folder: Path, layout: str, out: Path, more: list[str]) -> tuple[dict[str, torch.Tensor], dict[str, object]]:
     """One command line of `h3dist generate`; its intermediates and its sidecar."""
     mode, _, size = layout.partition(":")
     sp, _, tp = size.partition("x")
@@ -56,7 +57,7 @@ def run(folder: Path, layout: str, out: Path) -> tuple[dict[str, torch.Tensor], 
     degrees = [f"parallel.sp={sp}", f"parallel.tp={tp}"] if tp else []
     command = [sys.executable, "-m", "h3dist", "generate", "--request", str(folder / "request.json")]
     command += ["-o", str(out / "o.mp4"), f"output.intermediates={out}/o.safetensors"]
-    command += ["--gpus", str(ranks), "--mode", mode, *degrees, *filter(None, overrides)]
+    command += ["--gpus", str(ranks), "--mode", mode, *degrees, *filter(None, overrides), *more]
     subprocess.run(command, check=True, stderr=subprocess.DEVNULL)
     return load_file(out / "o.safetensors"), json.loads((out / "o.json").read_text())
 
