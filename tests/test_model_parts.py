@@ -19,7 +19,7 @@ from tiny_model import (
 
 from h3dist.checkpoint.comfy import open_denoiser
 from h3dist.geometry import Geometry
-from h3dist.model.block import Run, add_gated, modulated
+from h3dist.model.elementwise import Run, add_gated, modulated
 from h3dist.model.modulation import PAIRS, STREAMS, interpolate, sinusoid, tables
 from h3dist.model.rotary import rotate, rotation
 from h3dist.packing import pack_t2va

@@ -12,9 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from h3dist.attention.backend import Attention
-from h3dist.model.block import Run, View, modulated, run_block
+from h3dist.model.block import View, run_block
+from h3dist.model.dense import Linear, dense_linear
+from h3dist.model.elementwise import PLAIN, Elementwise, Run
 from h3dist.model.exchange import Exchange
-from h3dist.model.linear import Linear, dense_linear
 from h3dist.model.modulation import KEPT_PAIRS, PAIRS, STREAMS, Modulation
 from h3dist.model.rotary import rotation
 from h3dist.model.weights import DenoiserWeights
@@ -42,6 +43,7 @@ class Denoiser:
         text_rows_LC: Tensor,
         linear: Linear = dense_linear,
         kept: Mapping[str, Tensor] | None = None,
+        elementwise: Elementwise = PLAIN,
     ) -> None:
         self.weights = weights
         self.packing = packing
@@ -54,10 +56,13 @@ class Denoiser:
         self.final_runs = tuple(Run(s.start, s.stop, STREAMS.index(_stream(s.kind))) for s in self.segments)
         self.view = View(
             runs=tuple(Run(s.start, s.stop, (*PAIRS, *KEPT_PAIRS).index((s.time, s.tag))) for s in self.segments),
-            rotation=rotation(packing.position_ids[slice(*share.projected_rows)], weights.inv_freq, weights.dtype),
+            rotation=elementwise.prepare(
+                rotation(packing.position_ids[slice(*share.projected_rows)], weights.inv_freq, weights.dtype)
+            ),
             exchange=exchange,
             attention=attention,
             linear=linear,
+            elementwise=elementwise,
         )
 
     @torch.no_grad()
@@ -93,7 +98,8 @@ class Denoiser:
 
     def outputs(self, x_sC: Tensor, step: int) -> Tensor:
         """out_sO: both heads over own rows, in float32."""
-        h_sC = modulated(x_sC, self.weights.final_norm, self.modulation.final[step], self.final_runs)
+        modulate, table = self.view.elementwise.modulate, self.modulation.final[step]
+        h_sC = modulate(x_sC, self.weights.final_norm, table, self.final_runs)
         return F.linear(h_sC.to(torch.float32), *self.weights.heads)
 
     def split(self, out_SO: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,0 +1,92 @@
+"""What a block does between its products, attention and exchange: norms, modulation, rotation, activation, gates.
+
+These are the plain forms, in torch alone. `fused` has the same in fewer passes over memory.
+
+Shape letters: s this rank's rows; p the rows that it projects to j heads; g the rows of its tensor-parallel group;
+D head size; C hidden; f its feed-forward columns; R table rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from h3dist.model.rotary import Rotation, rotate
+
+NORM_EPS = 1e-5  # of every norm: block, query and key, final, refiner
+
+# Chunks of a block's modulation: a shift, the factor (1 + scale) and a gate, for each of the two halves.
+ATTENTION, MLP = 0, 3
+SHIFT, FACTOR, GATE = 0, 1, 2
+
+
+class Run(NamedTuple):
+    """Own rows [start, stop) that share row `row` of a modulation table."""
+
+    start: int
+    stop: int
+    row: int
+
+
+Runs = tuple[Run, ...]
+
+
+class Elementwise(NamedTuple):
+    """One way to do all of it.
+
+    prepare(rotation): what `turn` takes, made once a request. modulate(x_sC, norm_C, table_RnC, runs): h_sC.
+    add_modulate(x_sC, y_sC, table_R6C, norm_C, runs): x += y gated by the attention half, in place; then h_sC as the
+    MLP half modulates it. add(x_sC, y_sC, table_RnC, runs): x += y gated, in place. turn(q_pjD, k_pjD, q_norm_D,
+    k_norm_D, prepared): both normed over the head and rotated, in their own memory. activate([g, 2f]):
+    silu(gate) * up, [g, f].
+    """
+
+    prepare: Callable[[Rotation], Any]
+    modulate: Callable[[Tensor, Tensor, Tensor, Runs], Tensor]
+    add_modulate: Callable[[Tensor, Tensor, Tensor, Tensor, Runs], Tensor]
+    add: Callable[[Tensor, Tensor, Tensor, Runs], None]
+    turn: Callable[[Tensor, Tensor, Tensor, Tensor, Any], tuple[Tensor, Tensor]]
+    activate: Callable[[Tensor], Tensor]
+
+
+def modulated(x_sC: Tensor, norm_C: Tensor, table_RnC: Tensor, runs: Runs) -> Tensor:
+    """rms_norm(x) * (1 + scale) + shift, with each run's own shift and scale: [s, C]."""
+    h_sC = F.rms_norm(x_sC, norm_C.shape, norm_C, NORM_EPS)
+    for start, stop, row in runs:
+        part = h_sC[start:stop]
+        torch.addcmul(table_RnC[row, SHIFT], part, table_RnC[row, FACTOR], out=part)
+    return h_sC
+
+
+def add_gated(x_sC: Tensor, y_sC: Tensor, table_RnC: Tensor, runs: Runs) -> None:
+    """x += gate * y in place, with each run's own gate, used raw."""
+    for start, stop, row in runs:
+        x_sC[start:stop].addcmul_(y_sC[start:stop], table_RnC[row, GATE])
+
+
+def add_modulated(x_sC: Tensor, y_sC: Tensor, table_R6C: Tensor, norm_C: Tensor, runs: Runs) -> Tensor:
+    """From the end of the attention half to the beginning of the MLP half."""
+    add_gated(x_sC, y_sC, table_R6C[:, ATTENTION:], runs)
+    return modulated(x_sC, norm_C, table_R6C[:, MLP:], runs)
+
+
+def turned(
+    q_pjD: Tensor, k_pjD: Tensor, q_norm_D: Tensor, k_norm_D: Tensor, rotation: Rotation
+) -> tuple[Tensor, Tensor]:
+    """q and k, each normed over the head and rotated; the results take their places."""
+    for x_pjD, norm_D in ((q_pjD, q_norm_D), (k_pjD, k_norm_D)):
+        rotate(F.rms_norm(x_pjD, norm_D.shape, norm_D, NORM_EPS), rotation, out=x_pjD)
+    return q_pjD, k_pjD
+
+
+def activated(gate_up_g2f: Tensor) -> Tensor:
+    """silu(gate) * up, [g, f]."""
+    gate_gf, up_gf = gate_up_g2f.chunk(2, dim=1)
+    return F.silu(gate_gf).mul_(up_gf)
+
+
+PLAIN = Elementwise(lambda rotation: rotation, modulated, add_modulated, add_gated, turned, activated)

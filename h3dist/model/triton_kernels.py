@@ -1,0 +1,119 @@
+# ruff: noqa: ANN001, ANN202 (a kernel's arguments are what Triton makes of them)
+"""Kernels of the fused path, in Triton. Importing this needs the package triton.
+
+All arithmetic is in float32, rounded to the tensor's dtype where the plain form's result is: once.
+
+Shape letters: s rows of the residual, g rows of the feed-forward half, C hidden, f feed-forward columns, R table rows;
+N rows and K columns of a weight.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from h3dist.model.elementwise import NORM_EPS
+
+COLUMNS = 1024  # of one program of the kernels that need no whole row
+TILE_ROWS, TILE_BLOCKS, BLOCK = tl.constexpr(128), tl.constexpr(4), tl.constexpr(16)  # NVFP4: how scales lie
+
+
+@triton.jit
+def _modulate(
+    x, y, gates, norm, shifts, pairs, h, C, gates_row, table_row, eps, ADD: tl.constexpr, WIDTH: tl.constexpr
+):
+    row = tl.program_id(0).to(tl.int64)
+    pair = tl.load(pairs + row).to(tl.int64)
+    column = tl.arange(0, WIDTH)
+    inside = column < C
+    value = tl.load(x + row * C + column, mask=inside, other=0.0).to(tl.float32)
+    if ADD:
+        gate = tl.load(gates + pair * gates_row + column, mask=inside, other=0.0).to(tl.float32)
+        value += gate * tl.load(y + row * C + column, mask=inside, other=0.0).to(tl.float32)
+        rounded = value.to(x.dtype.element_ty)
+        tl.store(x + row * C + column, rounded, mask=inside)
+        value = rounded.to(tl.float32)
+    scale = 1.0 / tl.sqrt(tl.sum(value * value, axis=0) / C + eps)
+    weight = tl.load(norm + column, mask=inside, other=0.0).to(tl.float32)
+    shift = tl.load(shifts + pair * table_row + column, mask=inside, other=0.0).to(tl.float32)
+    factor = tl.load(shifts + pair * table_row + C + column, mask=inside, other=0.0).to(tl.float32)
+    result = value * scale * weight * factor + shift
+    tl.store(h + row * C + column, result.to(h.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _activate(gate_up, out, f, WIDTH: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
+    inside = column < f
+    gate = tl.load(gate_up + row * 2 * f + column, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(gate_up + row * 2 * f + f + column, mask=inside, other=0.0).to(tl.float32)
+    result = gate / (1.0 + tl.exp(-gate)) * up
+    tl.store(out + row * f + column, result.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _dequantise(codes, scales, global_scale, out, K, packed, tiles, WIDTH: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
+    inside = column < K
+    byte = tl.load(codes + row * packed + column // 2, mask=inside, other=0).to(tl.int32)
+    code = tl.where(column % 2 == 0, byte >> 4, byte & 15)  # the even column is the high nibble
+    exponent, mantissa = (code >> 1) & 3, code & 1
+    bits = tl.where(exponent > 0, ((exponent + 126) << 23) | (mantissa << 22), mantissa * 0x3F000000)  # 0x3F000000: 0.5
+    value = (bits | ((code >> 3) << 31)).to(tl.float32, bitcast=True)
+    block, place = column // BLOCK, row % TILE_ROWS
+    tile = row // TILE_ROWS * tiles + block // TILE_BLOCKS
+    where = (tile * 32 + place % 32) * 16 + place // 32 * 4 + block % TILE_BLOCKS
+    e4m3 = tl.load(scales + where, mask=inside, other=0).to(tl.int32)
+    exponent, mantissa = (e4m3 >> 3) & 15, e4m3 & 7
+    normal = (((exponent + 120) << 23) | (mantissa << 20)).to(tl.float32, bitcast=True)
+    scale = tl.where(exponent > 0, normal, mantissa.to(tl.float32) * 0.001953125)  # 2^-9
+    scale = tl.where(e4m3 >= 128, -scale, scale) * tl.load(global_scale)
+    tl.store(out + row * K + column, (value * scale).to(out.dtype.element_ty), mask=inside)
+
+
+def modulate(x_sC: Tensor, norm_C: Tensor, table_RnC: Tensor, pairs_s: Tensor) -> Tensor:
+    """h_sC; table_RnC begins with the shift, then the factor; pairs_s int32 is each row's row of the table."""
+    h_sC = torch.empty_like(x_sC)
+    rows, C = x_sC.shape
+    options = {"ADD": False, "WIDTH": triton.next_power_of_2(C), "num_warps": 8}
+    if rows:
+        _modulate[(rows,)](
+            x_sC, x_sC, table_RnC, norm_C, table_RnC, pairs_s, h_sC, C, 0, table_RnC.stride(0), NORM_EPS, **options
+        )
+    return h_sC
+
+
+def add_modulate(
+    x_sC: Tensor, y_sC: Tensor, gates_RC: Tensor, norm_C: Tensor, table_RnC: Tensor, pairs_s: Tensor
+) -> Tensor:
+    """x_sC += gate * y_sC in place, and then h_sC of the sum."""
+    h_sC = torch.empty_like(x_sC)
+    rows, C = x_sC.shape
+    strides = gates_RC.stride(0), table_RnC.stride(0)
+    options = {"ADD": True, "WIDTH": triton.next_power_of_2(C), "num_warps": 8}
+    if rows:
+        _modulate[(rows,)](x_sC, y_sC, gates_RC, norm_C, table_RnC, pairs_s, h_sC, C, *strides, NORM_EPS, **options)
+    return h_sC
+
+
+def activate(gate_up_g2f: Tensor) -> Tensor:
+    """silu(gate) * up, [g, f]."""
+    rows, f = gate_up_g2f.shape[0], gate_up_g2f.shape[1] // 2
+    out_gf = gate_up_g2f.new_empty(rows, f)
+    if rows and f:
+        _activate[(rows, triton.cdiv(f, COLUMNS))](gate_up_g2f, out_gf, f, WIDTH=COLUMNS)
+    return out_gf
+
+
+def dequantise(codes: Tensor, scales: Tensor, global_scale: Tensor, out_NK: Tensor) -> None:
+    """Fill out_NK from NVFP4 codes and swizzled scales, as `Nvfp4Weight.dense` computes them."""
+    N, K = out_NK.shape
+    tiles = scales.numel() // (-(-codes.shape[0] // 128) * 512)
+    if N and K:
+        _dequantise[(N, triton.cdiv(K, COLUMNS))](
+            codes, scales, global_scale, out_NK, K, codes.shape[1], tiles, WIDTH=COLUMNS
+        )

@@ -1,0 +1,164 @@
+"""The fused path against its plain twins. Triton's kernels run on a GPU, or on a CPU by its interpreter where triton is
+installed and TRITON_INTERPRET=1 is set; the rest runs anywhere.
+"""
+
+import importlib.util
+import os
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from fp4 import nvfp4
+from torch import Tensor
+
+from h3dist.checkpoint.formats import PlainWeight
+from h3dist.errors import MissingDependency
+from h3dist.model import fused
+from h3dist.model.ahead import AheadLinear, plain_fill, triton_fill
+from h3dist.model.dense import dense_linear
+from h3dist.model.elementwise import NORM_EPS, PLAIN, Run, turned
+from h3dist.model.rotary import rotation
+
+INTERPRETED = importlib.util.find_spec("triton") is not None and os.environ.get("TRITON_INTERPRET") == "1"
+DEVICES = [
+    pytest.param("cpu", marks=pytest.mark.skipif(not INTERPRETED, reason="needs triton and TRITON_INTERPRET=1")),
+    pytest.param("cuda", marks=pytest.mark.gpu),
+]
+DTYPES = [torch.float32, torch.bfloat16]
+RUNS = (Run(0, 3, 1), Run(3, 4, 2), Run(4, 11, 0))
+ROWS, C, R = 11, 5376 // 4 + 3, 3
+
+
+def close(found: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
+    """As far apart as a few roundings to the dtype allow."""
+    tolerance = {torch.float32: 2e-6, torch.bfloat16: 1.6e-2}[dtype]
+    torch.testing.assert_close(found.float(), expected.float(), rtol=tolerance, atol=tolerance)
+
+
+def rows(device: str, dtype: torch.dtype, *shape: int, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator).to(device, dtype)
+
+
+def table(device: str, dtype: torch.dtype) -> Tensor:
+    made = 0.3 * rows("cpu", torch.float32, R, 6, C, seed=1)
+    made[:, [1, 4]] += 1
+    return made.to(device, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("device", DEVICES)
+def test_norm_and_modulation(device: str, dtype: torch.dtype) -> None:
+    x, norm = rows(device, dtype, ROWS, C), 1 + rows(device, dtype, C, seed=2) / 4
+    for part in (table(device, dtype)[:, :3], table(device, dtype)[:, 3:], table(device, dtype)[:, :2]):
+        found = fused.load().modulate(x, norm, part, RUNS)
+        close(found, PLAIN.modulate(x, norm, part, RUNS), dtype)
+    assert fused.load().modulate(x[:0], norm, part, ()).shape == (0, C)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("device", DEVICES)
+def test_gated_addition_norm_and_modulation(device: str, dtype: torch.dtype) -> None:
+    x, y, norm = rows(device, dtype, ROWS, C), rows(device, dtype, ROWS, C, seed=3), rows(device, dtype, C, seed=2)
+    other = x.clone()
+    found = fused.load().add_modulate(x, y, table(device, dtype), norm, RUNS)
+    expected = PLAIN.add_modulate(other, y, table(device, dtype), norm, RUNS)
+    close(x, other, dtype)
+    close(found, expected, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("width", [1, 16, 1025])
+def test_activation(device: str, dtype: torch.dtype, width: int) -> None:
+    gate_up = 4 * rows(device, dtype, 7, 2 * width)
+    close(fused.load().activate(gate_up), PLAIN.activate(gate_up), dtype)
+    assert fused.load().activate(gate_up[:0]).shape == (0, width)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(1, 16), (130, 1040), (17, 48), (257, 80)])
+def test_weights_made_dense_in_place_are_those_of_the_plain_form_to_the_bit(
+    device: str, dtype: torch.dtype, shape: tuple[int, int]
+) -> None:
+    values = rows("cpu", torch.float32, *shape) * torch.logspace(-4, 2, shape[0])[:, None]  # scales of every size
+    weight = nvfp4(values)
+    out = torch.full(shape, torch.nan, dtype=dtype, device=device)
+    triton_fill()(weight.to(device), out)
+    if device == "cpu" and dtype == torch.bfloat16:  # the interpreter cuts to bfloat16, where a GPU rounds
+        torch.testing.assert_close(out, weight.dense(dtype), rtol=2**-7, atol=0)
+    else:
+        assert torch.equal(out.cpu(), weight.dense(dtype))
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("p", "j", "D", "freqs"), [(9, 3, 32, 4), (1, 2, 128, 16), (5, 1, 64, 8), (0, 2, 32, 4)])
+def test_norm_and_rotation_of_queries_and_keys_in_place(
+    device: str, dtype: torch.dtype, p: int, j: int, D: int, freqs: int
+) -> None:
+    """By comfy-kitchen's kernel, on q and k as they lie in one product's result; v is not touched."""
+    qkv = rows(device, dtype, p, 3, j, D)
+    positions = torch.arange(3 * p, dtype=torch.float64).view(p, 3) % 7
+    angles = rotation(positions, (10000 ** (-torch.arange(freqs) / freqs)).to(device), dtype)
+    norms = [1 + rows(device, dtype, D, seed=seed) / 4 for seed in (4, 5)]
+    other = qkv.clone()
+    q, k, v = qkv.unbind(1)
+    found = fused.turned(q, k, *norms, fused.matrices(angles))
+    expected = turned(*other.unbind(1)[:2], *norms, angles)
+    for a, b in zip(found, expected, strict=True):
+        close(a, b, dtype)
+    assert found[0].data_ptr() == q.data_ptr() and torch.equal(v, other[:, 2])
+    if p and dtype == torch.float32:
+        plain = F.rms_norm(rows(device, dtype, p, 3, j, D)[:, 0], (D,), norms[0], NORM_EPS)
+        torch.testing.assert_close(q[..., 6 * freqs :], plain[..., 6 * freqs :], rtol=1e-5, atol=1e-6)
+
+
+def test_rows_know_their_row_of_the_table() -> None:
+    assert fused.pairs_of(RUNS, ROWS, torch.device("cpu")).tolist() == [1, 1, 1, 2] + [0] * 7
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is not None, reason="triton is installed")
+def test_without_triton_the_error_says_so() -> None:
+    with pytest.raises(MissingDependency, match=r"runtime\.fused=on needs triton"):
+        fused.load()
+    with pytest.raises(MissingDependency, match=r"runtime\.fused=on needs triton"):
+        triton_fill()
+
+
+def layers(count: int = 4) -> list[Any]:
+    """Of several shapes and formats, one with a scale for its input."""
+    shapes = [(48, 32), (32, 16), (64, 32), (32, 32)] * (count // 4)
+    made: list[Any] = [nvfp4(torch.randn(shape)) for shape in shapes]
+    made[1] = PlainWeight(torch.randn(shapes[1]))
+    made[2] = replace(made[2], pre_quant_scale=torch.rand(32) + 0.5)
+    return made
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_weights_made_ahead_give_the_dense_products(device: str) -> None:
+    """In order, over several steps; out of order too; each weight is made dense once a step where the order holds."""
+    order, dtype = [weight.to(device) for weight in layers(8)], torch.float32
+    filled: list[int] = []
+
+    def fill(weight: Any, out: Tensor) -> None:
+        filled.append(next(index for index, other in enumerate(order) if other is weight))
+        plain_fill(weight, out)
+
+    linear = AheadLinear(order, dtype, torch.device(device), fill)
+    for _ in range(3):
+        for weight in order:
+            x = torch.randn(5, weight.shape[1], device=device)
+            assert torch.equal(linear(x, weight), dense_linear(x, weight))
+    assert filled == [*range(8), *range(8), *range(8), 0]
+    for index in (5, 5, 2, 7, 0, 0):
+        x = torch.randn(3, order[index].shape[1], device=device)
+        assert torch.equal(linear(x, order[index]), dense_linear(x, order[index]))
+
+
+def test_buffers_are_as_large_as_what_takes_turns_in_them() -> None:
+    linear = AheadLinear(layers(), torch.bfloat16, torch.device("cpu"), plain_fill)
+    assert [slot.memory.numel() for slot in linear._slots] == [64 * 32, 32 * 32]
