@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
+from hashlib import sha256
 from itertools import combinations
 from pathlib import Path
 
@@ -17,13 +18,14 @@ from h3dist.config import conf_dir
 from h3dist.errors import ConfigError, OutputError, RequestError
 from h3dist.matrix import environment, results, scaling
 from h3dist.matrix.cells import Cell
-from h3dist.matrix.config import Shape, compose_matrix
+from h3dist.matrix.config import Shape, compose_matrix, exchange_of
 from h3dist.matrix.prepare import prepare
 from h3dist.matrix.records import ended, waiting
 from h3dist.matrix.run import run_matrix
 from h3dist.matrix.table import line, table
 from h3dist.matrix.transport import transport
 from h3dist.processes import Outcome
+from h3dist.report.load import load
 from h3dist.status import Cause
 from h3dist.topology import Device, Link, Topology
 from tests.planted import TESTS, run_planted
@@ -227,6 +229,55 @@ def test_under_torchrun_there_is_no_matrix(monkeypatch, tmp_path):
 # What was typed
 
 
+def test_ways_to_move_heads_are_an_axis(run):
+    words = ["layouts=[ulysses,tensor]", "exchanges=[heads,hidden/2,auto]"]
+    code, document = run(*words)
+    cells = {cell["name"].removeprefix("64x64x5 ").removesuffix(" sdpa #1"): cell for cell in document["cells"]}
+    told = {name: cell["reason"] or cell["plan"]["exchange"] for name, cell in cells.items()}
+    assert code == 0 and told == {
+        "ulysses 1": "heads/1",
+        "ulysses 1 hidden/2": "no heads move in sp 1 x tp 1: it is the run of heads",
+        "ulysses 1 auto": "no heads move in sp 1 x tp 1: it is the run of heads",
+        "tensor 1": "sp 1 x tp 1 is the layout of ulysses 1",
+        "tensor 1 hidden/2": "no heads move in sp 1 x tp 1: it is the run of heads",
+        "tensor 1 auto": "no heads move in sp 1 x tp 1: it is the run of heads",
+        "ulysses 2": "heads/1",
+        "ulysses 2 hidden/2": "hidden/2",
+        "ulysses 2 auto": "heads/1",
+        "tensor 2": "heads/1",
+        "tensor 2 hidden/2": "no heads move in sp 1 x tp 2: it is the run of heads",
+        "tensor 2 auto": "no heads move in sp 1 x tp 2: it is the run of heads",
+    }
+    sent = cells["ulysses 2 hidden/2"]["bytes"]
+    assert sent["counted"]["hidden.gather"] > 0 == sent["counted"]["heads.to"] and sent["as_planned"]
+    assert [entry["exchange"] for entry in document["summary"]] == ["heads", "heads", "hidden/2", "auto", "heads"]
+    assert all(entry["speedup"] for entry in document["summary"])
+    rows = load(Path("m.json")).rows
+    assert {row.layout for row in rows} == {"ulysses", "ulysses hidden/2", "ulysses auto", "tensor"}
+
+
+def test_a_cell_keeps_the_key_that_it_had_before_there_were_exchanges():
+    shape = Shape(64, 64, 5)
+    plain = Cell(shape, "ulysses", 2, "sdpa", 1, {"steps": 3})
+    told = ["64x64x5", "ulysses", 2, "sdpa", 1, {"steps": 3}]
+    assert plain.key == sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:16]
+    assert replace(plain, exchange="hidden").key != plain.key
+
+
+@pytest.mark.parametrize(
+    ("text", "fields"),
+    [
+        ("auto", ("auto", "auto", "none")),
+        ("heads", ("heads", "1", "none")),
+        ("hidden/4", ("hidden", "4", "none")),
+        ("heads/auto", ("heads", "auto", "none")),
+        ("heads/7/int8", ("heads", "7", "int8")),
+    ],
+)
+def test_an_exchange_in_one_word(text, fields):
+    assert tuple(vars(exchange_of(text)).values()) == fields
+
+
 @pytest.mark.parametrize("name", sorted(path.stem for path in (conf_dir() / "matrix").glob("*.yaml")))
 def test_every_matrix_composes(name):
     config, words = compose_matrix([f"matrix={name}"])
@@ -257,6 +308,11 @@ def test_scaling_is_the_default_and_its_runs_take_the_rest():
         ("cell_seconds=nan", "above 0"),
         ("parallel=tensor", "use layouts="),
         ("attention.name=sdpa", "use attentions="),
+        ("exchange.groups=4", "use exchanges="),
+        ("exchanges=[head]", "did you mean 'heads'"),
+        ("exchanges=[heads/many]", "VARIANT/GROUPS/CODEC"),
+        ("exchanges=[heads/4/int8/x]", "VARIANT/GROUPS/CODEC"),
+        ("exchanges=[heads/0]", "the least is 1"),
         ("request.width=64", "use shapes="),
         ("output.path=x.mp4", "use results="),
         ("sampler=official", "denoise_only=false does"),

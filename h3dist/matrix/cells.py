@@ -16,10 +16,15 @@ from h3dist.planner import Decision
 if TYPE_CHECKING:
     from h3dist.checkpoint.comfy import DenoiserDims
 
+PLAINLY = "heads"  # the word for the plain exchange
+
 
 @dataclass(frozen=True)
 class Cell:
-    """One run of a matrix. `asked` is the word for its layout, `settings` all that it shares with the other cells."""
+    """One run of a matrix.
+
+    `asked` is the word for its layout, `exchange` for how heads move, `settings` all that it shares with the others.
+    """
 
     shape: Shape
     asked: str
@@ -27,16 +32,19 @@ class Cell:
     attention: str
     repeat: int
     settings: Mapping[str, Any]
+    exchange: str = PLAINLY
 
     @property
     def name(self) -> str:
         """For people: 864x480x141 ulysses 4 sdpa #1."""
-        return f"{self.shape} {self.asked} {self.ranks} {self.attention} #{self.repeat}"
+        moved = "" if self.exchange == PLAINLY else f" {self.exchange}"
+        return f"{self.shape} {self.asked} {self.ranks}{moved} {self.attention} #{self.repeat}"
 
     @property
     def key(self) -> str:
         """16 hexadecimal digits that tell this cell from every one of another configuration."""
         told = [str(self.shape), self.asked, self.ranks, self.attention, self.repeat, dict(self.settings)]
+        told += [] if self.exchange == PLAINLY else [self.exchange]  # files from before there were others stay good
         return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:16]
 
 
@@ -57,9 +65,9 @@ class Planned:
 
 def cells_of(config: MatrixConfig, settings: Mapping[str, Any]) -> Iterator[Cell]:
     """Every cell, baselines first; a repeat begins when all cells have run once more."""
-    axes = (range(1, config.repeats + 1), config.shapes, sorted(set(config.worlds)), config.layouts, config.attentions)
-    for repeat, shape, ranks, asked, attention in product(*axes):
-        yield Cell(Shape.of(shape), asked, ranks, attention, repeat, settings)
+    axes = (range(1, config.repeats + 1), config.shapes, sorted(set(config.worlds)), config.layouts, config.exchanges)
+    for repeat, shape, ranks, asked, exchange, attention in product(*axes, config.attentions):
+        yield Cell(Shape.of(shape), asked, ranks, attention, repeat, settings, exchange)
 
 
 def layout_of(cell: Cell, dims: "DenoiserDims") -> Layout:
@@ -85,8 +93,10 @@ class Feasible:
         if 0 < self.gpus < cell.ranks and not self._shared:
             raise PlanError(f"{cell.ranks} ranks, {self.gpus} GPUs visible")
         layout = layout_of(cell, self._dims)
-        run = (cell.shape, layout, cell.attention, cell.repeat)
-        first = self._seen.setdefault(run, cell)
+        moved = cell.exchange if layout.sp > 1 else None
+        first = self._seen.setdefault((cell.shape, layout, cell.attention, cell.repeat, moved), cell)
+        if first is not cell and first.exchange != cell.exchange:
+            raise PlanError(f"no heads move in {layout}: it is the run of {first.exchange}")
         if first is not cell:
             raise PlanError(f"{layout} is the layout of {first.asked} {first.ranks}")
         return layout

@@ -10,7 +10,7 @@ from typing import Any
 from h3dist.config import Config, compose
 from h3dist.job import make_job, write_job
 from h3dist.matrix.cells import Cell, Planned
-from h3dist.matrix.config import MatrixConfig
+from h3dist.matrix.config import MatrixConfig, exchange_of
 from h3dist.matrix.start import Start, ranks_environ
 from h3dist.plan import Layout
 from h3dist.planner import Decision, decide_run
@@ -83,7 +83,8 @@ def _fields(config: MatrixConfig) -> dict[str, Any]:
 
 
 def _words(cell: Cell, layout: Layout, words: Sequence[str]) -> list[str]:
-    return [*words, *layout.overrides().split(), f"attention={cell.attention}"]
+    moved = [f"exchange.{name}={value}" for name, value in vars(exchange_of(cell.exchange)).items()]
+    return [*words, *layout.overrides().split(), f"attention={cell.attention}", *moved]
 
 
 def _config(cell: Cell, layout: Layout, words: Sequence[str]) -> Config:

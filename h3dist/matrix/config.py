@@ -4,15 +4,17 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from h3dist.config import Config, RequestConfig, compose, config_keys, parse_override, to_config
+from h3dist.config import Config, ExchangeConfig, RequestConfig, compose, config_keys, parse_override, to_config
 from h3dist.errors import ConfigError, nearest
 from h3dist.plan import MODES
+from h3dist.plan.exchange import AUTO, open_exchanges
 
 SIZES = ("released", "small")
 NAMED = tuple(mode for mode in MODES if mode != "auto")
 BY_CELLS = {  # what the cells decide, and the key that says it for all of them
     "parallel": "layouts=[...] and worlds=[...]",
     "attention": "attentions=[...]",
+    "exchange": "exchanges=[...]",
     "output": "results=FILE",
     "job": "results=FILE",
     "request.width": "shapes=[...]",
@@ -34,6 +36,9 @@ class MatrixConfig(Config):
     worlds: list[int] = field(default_factory=list)  # numbers of ranks
     shapes: list[str] = field(default_factory=list)  # WIDTHxHEIGHTxFRAMES
     attentions: list[str] = field(default_factory=lambda: ["sdpa"])
+    exchanges: list[str] = field(
+        default_factory=lambda: ["heads"]
+    )  # auto, or VARIANT/GROUPS/CODEC as far as it is said
     repeats: int = 1
     denoise_only: bool = True  # denoiser steps on random weights; false: whole clips from the checkpoints
     size: str = "released"  # of the random model
@@ -64,6 +69,18 @@ class Shape:
         return cls(*map(int, found.groups()))
 
 
+def exchange_of(text: str) -> ExchangeConfig:
+    """The exchange written as "auto", "hidden", "heads/7" or "heads/4/int8". Raises `ConfigError`."""
+    parts = text.split("/")
+    variant, groups, codec = (*parts, "", "")[:3]
+    free = AUTO if variant == AUTO else "1"
+    made = ExchangeConfig(variant, groups or free, codec or "none")
+    if len(parts) > 3 or not (made.groups == AUTO or made.groups.isdecimal()):
+        raise ConfigError(f"exchanges: {text!r} is none; write auto, or VARIANT/GROUPS/CODEC as in hidden/4")
+    open_exchanges(**vars(made))
+    return made
+
+
 def compose_matrix(overrides: Sequence[str]) -> tuple[MatrixConfig, list[str]]:
     """The matrix that `overrides` ask for, and those of them that each of its runs takes. Raises `ConfigError`."""
     config = compose(overrides, "matrix", MatrixConfig)
@@ -85,7 +102,7 @@ def run_words(overrides: Sequence[str]) -> list[str]:
 
 
 def _checked(config: MatrixConfig, overrides: Sequence[str]) -> MatrixConfig:
-    for axis in ("layouts", "worlds", "shapes", "attentions"):
+    for axis in ("layouts", "worlds", "shapes", "attentions", "exchanges"):
         if not getattr(config, axis):
             raise ConfigError(f"{axis}=[]: a matrix without {axis} has no cells")
     for name in ("worlds", "repeats", "text_rows", "cell_seconds"):
@@ -99,6 +116,8 @@ def _checked(config: MatrixConfig, overrides: Sequence[str]) -> MatrixConfig:
         _check_layout(layout)
     for shape in config.shapes:
         Shape.of(shape)
+    for exchange in config.exchanges:
+        exchange_of(exchange)
     _check_words(config, overrides)
     return config
 

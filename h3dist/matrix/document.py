@@ -51,7 +51,8 @@ def _cells(matrix: Matrix, kept: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def axes(matrix: Matrix) -> dict[str, Any]:
     """What was asked for."""
     config = matrix.config
-    names = ("name", "layouts", "worlds", "shapes", "attentions", "repeats", "denoise_only", "cell_seconds")
+    axes = ("layouts", "worlds", "shapes", "attentions", "exchanges")
+    names = ("name", *axes, "repeats", "denoise_only", "cell_seconds")
     return {name: getattr(config, name) for name in names} | {"overrides": matrix.words}
 
 

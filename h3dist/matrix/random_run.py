@@ -10,10 +10,11 @@ from h3dist.bench.spec import SMALL
 from h3dist.checkpoint.denoiser_names import DenoiserDims
 from h3dist.config import Config
 from h3dist.matrix.cells import Cell, Planned
-from h3dist.matrix.config import MatrixConfig
+from h3dist.matrix.config import MatrixConfig, exchange_of
 from h3dist.matrix.start import Start, ranks_environ
-from h3dist.plan import Layout, Plan, check_memory, fp4_linears, make_plan, released_dims
+from h3dist.plan import ExchangePlan, Layout, Plan, check_memory, fp4_linears, make_plan, released_dims
 from h3dist.plan.choose import Choice, Weigher
+from h3dist.plan.exchange import open_exchanges
 from h3dist.plan.machine import Machine
 from h3dist.plan.rates import load_rates
 from h3dist.planner import Decision
@@ -40,10 +41,13 @@ class Spec:
     tp: int
     allow_untrained: bool
     capability: tuple[int, int] | None  # the lowest of the devices, None on a CPU
+    exchange: Mapping[str, Any]  # the fields of an `ExchangePlan`
 
     @classmethod
-    def of(cls, cell: Cell, layout: Layout, config: Config, capability: tuple[int, int] | None) -> "Spec":
-        """The spec of a cell whose layout is known."""
+    def of(
+        cls, cell: Cell, layout: Layout, exchange: ExchangePlan, config: Config, capability: tuple[int, int] | None
+    ) -> "Spec":
+        """The spec of a cell whose layout and exchange are known."""
         settings = cell.settings
         common = {name: settings[name] for name in ("steps", "seed", "text_rows", "size", "dtype", "device")}
         return cls(
@@ -54,6 +58,7 @@ class Spec:
             tp=layout.tp,
             allow_untrained=config.runtime.allow_untrained,
             capability=capability,
+            exchange=asdict(exchange),
         )
 
 
@@ -78,6 +83,7 @@ def plan_of(spec: Spec) -> Plan:
         steps=spec.steps,
         fp4=fp4,
         amax=amax,
+        exchange=ExchangePlan(**spec.exchange),
         **({} if spec.device == "cuda" else {"reserve": HOST_RESERVE}),
     )
 
@@ -97,10 +103,14 @@ def random_settings(config: MatrixConfig, device: str) -> dict[str, Any]:
 
 def decide_random(cell: Cell, layout: Layout, config: MatrixConfig, machine: Machine) -> Decision:
     """The cell's plan, its GPUs and predicted time, held against the memory that is free. Raises `PlanError`."""
-    plan = plan_of(Spec.of(cell, layout, config, machine.capability))
-    weigher = Weigher(plan, machine, load_rates())
+    exchanges = open_exchanges(**vars(exchange_of(cell.exchange)))
+    weigher = Weigher(
+        plan_of(Spec.of(cell, layout, exchanges[0], config, machine.capability)), machine, load_rates(), exchanges
+    )
+    taken = weigher.option(layout)
+    plan = plan_of(Spec.of(cell, layout, taken.plan.exchange, config, machine.capability))
     choice = Choice(
-        taken=weigher.option(layout),
+        taken=taken,
         rivals=(),
         counts=(),
         machine=machine,
@@ -118,7 +128,7 @@ def start_random(planned: Planned, config: MatrixConfig, folder: Path) -> Start:
     assert planned.decision is not None
     cell, capability = planned.cell, planned.decision.choice.machine.capability
     told = {
-        "spec": asdict(Spec.of(cell, planned.plan.layout, config, capability)),
+        "spec": asdict(Spec.of(cell, planned.plan.layout, planned.plan.exchange, config, capability)),
         "runtime": asdict(config.runtime),
         "status_dir": str(folder / "status"),
         "result": str(folder / "result.json"),

@@ -38,6 +38,7 @@ def waiting(planned: Planned) -> dict[str, Any]:
         "ranks": cell.ranks,
         "layout": {"sp": layout.sp, "tp": layout.tp, "mode": layout.mode} if layout else None,
         "attention": cell.attention,
+        "exchange": cell.exchange,
         "repeat": cell.repeat,
         "settings": dict(cell.settings),
         "plan": key_numbers(decision.plan) if decision else None,
@@ -61,6 +62,7 @@ def key_numbers(plan: Plan) -> dict[str, Any]:
     return {
         "digest": plan.digest,
         "layout": str(plan.layout),
+        "exchange": plan.exchange.brief,
         "rows": plan.rows,
         "text_rows": plan.text_rows,
         "evaluations": plan.steps,

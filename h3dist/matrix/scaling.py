@@ -5,6 +5,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from statistics import median
 from typing import Any
 
+from h3dist.matrix.cells import PLAINLY
+
 Record = dict[str, Any]
 FIGURES = 6  # digits after the point, of seconds and ratios
 
@@ -29,7 +31,12 @@ def family(cell: Mapping[str, Any]) -> str:
 
 def group(cell: Mapping[str, Any]) -> str:
     """What repeats of one measurement share."""
-    return json.dumps([family(cell), cell["asked"], cell["ranks"], cell["attention"]])
+    return json.dumps([family(cell), cell["asked"], cell["ranks"], cell["attention"], moved(cell)])
+
+
+def moved(cell: Mapping[str, Any]) -> str:
+    """The word for how heads moved; files from before there were several ways do not say it."""
+    return cell.get("exchange", PLAINLY)
 
 
 def done(cells: Iterable[Record]) -> list[Record]:
@@ -73,6 +80,7 @@ def _summary(repeats: Sequence[Record]) -> Record:
     stages = {name for cell in seconds for name in cell["stages"]}
     shared = ("shape", "asked", "ranks", "layout", "attention", "settings")
     return {name: first[name] for name in shared} | {
+        "exchange": moved(first),
         "cells": [cell["key"] for cell in repeats],
         "predicted_step_seconds": first["predicted"]["step_seconds"],
         "step_seconds": spread(step for cell in seconds for step in cell["steps"][1:]),

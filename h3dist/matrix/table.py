@@ -8,6 +8,9 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
+from h3dist.matrix.cells import PLAINLY
+from h3dist.matrix.scaling import moved
+
 COLUMNS = (
     "shape",
     "layout",
@@ -66,7 +69,7 @@ def cells(record: Mapping[str, Any]) -> tuple[str, ...]:
     warm = seconds and seconds["warm"]
     return (
         f"{shape['width']}x{shape['height']}x{shape['frames']}",
-        record["asked"],
+        record["asked"] if moved(record) == PLAINLY else f"{record['asked']} {moved(record)}",
         str(record["ranks"]),
         record["attention"],
         str(record["repeat"]),

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from h3dist.errors import RequestError
+from h3dist.matrix.cells import PLAINLY
 from h3dist.report.rows import Row, Source, with_gains
 
 MATRIX, PUBLISHED = "h3dist.matrix", "h3dist.published"
@@ -62,7 +63,7 @@ def _matrix_row(group: Mapping[str, Any], document: Mapping[str, Any]) -> Row:
     steps, first, walls = (group[name] or {} for name in ("step_seconds", "first_step_seconds", "wall_seconds"))
     return Row(
         hardware=_hardware(document),
-        layout=group["asked"],
+        layout=_moved(group),
         ranks=group["ranks"],
         shape="{width}x{height}x{frames}".format(**group["shape"]),
         attention=group["attention"],
@@ -82,6 +83,12 @@ def _matrix_row(group: Mapping[str, Any], document: Mapping[str, Any]) -> Row:
         counted=group["bytes_counted"],
         note=_steps(group["settings"]),
     )
+
+
+def _moved(group: Mapping[str, Any]) -> str:
+    """The word for the layout, and for how heads moved in it unless plainly."""
+    exchange = group.get("exchange", PLAINLY)
+    return group["asked"] if exchange == PLAINLY else f"{group['asked']} {exchange}"
 
 
 def _steps(settings: Mapping[str, Any]) -> str:
