@@ -133,10 +133,10 @@ class HeadMoves:
 
 
 def _cut(whole: Part, groups: int) -> Iterator[Part]:
-    """Every rank's heads in `groups` ragged parts; parts that are empty on all ranks are left out."""
-    for spans in zip(*(_ragged(span, groups) for span in whole.spans), strict=True):
-        if any(stop > start for start, stop in spans):
-            yield Part(spans)
+    """Every rank's heads in ragged parts, `groups` of them, or as many as the most heads that a rank has."""
+    parts = min(groups, max(whole.counts))
+    for spans in zip(*(_ragged(span, parts) for span in whole.spans), strict=True):
+        yield Part(spans)
 
 
 def _ragged(span: Span, groups: int) -> list[Span]:
