@@ -61,6 +61,7 @@ def _run_order(name: str) -> tuple[int, str]:
         "text_",
         "position_ids",
         "token_tags",
+        "condition_",
         "step.",
         "video_latents",
         "audio_latents",

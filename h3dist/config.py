@@ -3,6 +3,7 @@
 Hydra composes; what it would answer at length, or not at all, is checked before it and answered once.
 """
 
+import re
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, fields, is_dataclass
@@ -247,6 +248,15 @@ def parse_override(text: str) -> Override:
             f"{text}: values are not swept; a list stands in [brackets], a value that holds commas in quotes"
         )
     return override
+
+
+def as_override(key: str, value: str) -> str:
+    """The override that gives `key` this text, whatever it holds; quoted where Hydra's grammar needs it."""
+    if re.fullmatch(r"[\w./~-]*[a-zA-Z/][\w./~-]*", value, re.ASCII) and value.lower() not in ("null", "true", "false"):
+        return f"{key}={value}"
+    escaped = re.sub(r"\\+(?=')|\\+$", lambda found: 2 * found[0], value).replace("'", "\\'")
+    escaped = escaped.replace("${", r"\${")  # OmegaConf would look a key up
+    return f"{key}='{escaped}'"
 
 
 def _check_group(override: Override, seen: set[str]) -> None:

@@ -3,6 +3,7 @@
 Shape letters: T h w latent frames, height and width; A audio latents a channel; F frames, H W pixels, N samples.
 """
 
+import os
 import shlex
 import sys
 import time
@@ -15,11 +16,11 @@ import torch
 from torch import Tensor
 
 from h3dist.checkpoint.comfy import StateFile, open_vaes
-from h3dist.config import Config
+from h3dist.config import Config, as_override
 from h3dist.errors import OutputError, RequestError
 from h3dist.geometry import AUDIO_CHANNELS, SOUND_CHANNELS, VIDEO_CHANNELS
 from h3dist.media import write_mp4, write_wav
-from h3dist.outputs import Outputs, check_outputs, choose_outputs, refuse_inputs
+from h3dist.outputs import Outputs, check_outputs, choose_outputs, claimed, refuse_inputs
 from h3dist.plan import Plan
 from h3dist.request import Resolved, parse_request, resolve
 from h3dist.saved import latents, load_latents, save_tensors, sha256
@@ -68,7 +69,7 @@ def deliver(
     except Exception:
         outputs.discard()  # before the latents are kept: the disk may be full of what failed
         if outputs.rescue:
-            rescue(outputs, given)
+            rescue(config, outputs, given)
         raise
     finally:
         outputs.discard()
@@ -142,7 +143,7 @@ def publish(outputs: Outputs) -> None:
             outputs.publish(role)
 
 
-def rescue(outputs: Outputs, given: Delivery) -> None:
+def rescue(config: Config, outputs: Outputs, given: Delivery) -> None:
     """Keep the latents of a run that failed after denoising, and say so; the first error stands."""
     try:
         with outputs.writing("rescue") as part:
@@ -151,8 +152,17 @@ def rescue(outputs: Outputs, given: Delivery) -> None:
     except OutputError as error:
         told = f"the latents could not be kept: {error}"
     else:
-        told = f"the latents are kept; this goes on from them: h3dist decode {shlex.quote(str(outputs.rescue))}"
+        words = shlex.join(["h3dist", "decode", str(outputs.rescue), *_decoders(config)])
+        told = f"the latents are kept; this goes on from them: {words}"
     print(f"h3dist: {told}", file=sys.stderr, flush=True)
+
+
+def _decoders(config: Config) -> list[str]:
+    """Overrides that name what a decode reads."""
+    names = ("video_vae", "audio_vae", "video_vae_config", "audio_vae_config")
+    said = {name: getattr(config.model, name) for name in names}
+    device = [] if config.runtime.device == "auto" else [f"runtime.device={config.runtime.device}"]
+    return device + [as_override(f"model.{name}", os.path.abspath(path)) for name, path in said.items() if path]
 
 
 def decode_file(config: Config, path: Path, output: Mapping[str, Any]) -> str:
@@ -173,7 +183,8 @@ def decode_file(config: Config, path: Path, output: Mapping[str, Any]) -> str:
     video_vae, audio_vae, _ = open_vaes(config.model)
     device = pick_device(config, Ranks())
     video, audio = (found[name].to(device) for name in ("video_latents", "audio_latents"))
-    deliver(config, device, outputs, Delivery(resolved, video_vae, audio_vae, video, audio))
+    with claimed(outputs.targets().values()):
+        deliver(config, device, outputs, Delivery(resolved, video_vae, audio_vae, video, audio))
     return outputs.path
 
 

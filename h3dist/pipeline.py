@@ -320,6 +320,7 @@ def delivery(site: Site, denoised: Denoised) -> Delivery:
     prepared = denoised.packed.prepared
     packing, started = denoised.packed.packing, prepared.started
     assert prepared.states_Lt is not None and started.slots is not None
+    rows = {f"condition_{kind.removeprefix('kept ')}_rows": held for kind, held in prepared.kept.items()}
     return Delivery(
         resolved=started.resolved,
         plan=started.plan,
@@ -335,5 +336,6 @@ def delivery(site: Site, denoised: Denoised) -> Delivery:
             "text_tags": packing.token_tags[: packing.text_rows],
             "position_ids": packing.position_ids,
             "token_tags": packing.token_tags,
+            **rows,
         },
     )

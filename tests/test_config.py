@@ -7,7 +7,7 @@ from dataclasses import fields
 import pytest
 from omegaconf import OmegaConf
 
-from h3dist.config import CHOICES, RequestConfig, compose, conf_dir, group_choices
+from h3dist.config import CHOICES, RequestConfig, as_override, compose, conf_dir, group_choices
 from h3dist.errors import ConfigError, RequestError
 from h3dist.request import FIELDS, MAX_STEPS
 from tests.prompts import PROMPTS
@@ -174,3 +174,25 @@ def test_no_rank_makes_a_folder_or_a_log():
     assert hydra.output_subdir is None
     assert hydra.run.dir == "."
     assert hydra.job.chdir is False
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/a/b.safetensors",
+        "a b",
+        "it's, (1)",
+        "${x}",
+        "a\\",
+        "a\\'b",
+        "\\\\",
+        "null",
+        "12",
+        "{a: 1}",
+        "[x]",
+        "a=b",
+        "~/é",
+    ],
+)
+def test_any_path_becomes_an_override_that_gives_it(path):
+    assert compose([as_override("model.video_vae", path)]).model.video_vae == path

@@ -19,6 +19,7 @@ from world import World
 from h3dist import launcher, pipeline
 from h3dist.checkpoint.tiny import write_tiny
 from h3dist.cli.commands import main
+from h3dist.config import as_override
 from h3dist.errors import CheckpointError, H3Error, NumericsError, OutputError
 from h3dist.topology import Ranks
 from h3dist.vae import VideoVae
@@ -145,19 +146,21 @@ def overrides(paths: dict[str, Path]) -> list[str]:
 
 
 def test_latents_outlive_a_decode_that_fails_and_are_finished_from(paths, film, tmp_path, monkeypatch, capsys):
-    damaged = with_nan(paths["video_vae"], tmp_path / "nan.safetensors", "decoder.norm_out.weight")
+    damaged = with_nan(paths["video_vae"], tmp_path / "nan, (1)'s.safetensors", "decoder.norm_out.weight")
     out = tmp_path / "it's out"
     out.mkdir()
     asked = {"latents": "l.safetensors", "intermediates": "i.safetensors", "trace": "t.safetensors"}
-    run = prepare_run(paths, REQUEST, out, f"model.video_vae={damaged}", **asked)
+    run = prepare_run(paths, REQUEST, out, as_override("model.video_vae", str(damaged)), **asked)
     with pytest.raises(NumericsError, match="NaN or infinity"):
         alone(run)
     kept = out / "o.latents.safetensors"
     assert list(out.iterdir()) == [kept]
-    assert f"h3dist decode {shlex.quote(str(kept))}" in capsys.readouterr().err
+    advice = capsys.readouterr().err.splitlines()[-1].partition("this goes on from them: ")[2]
+    assert advice.startswith(f"h3dist decode {shlex.quote(str(kept))} ")
+    shutil.copy(paths["video_vae"], damaged)  # what was wrong with it is put right
 
     monkeypatch.chdir(tmp_path)
-    assert type_words(monkeypatch, "decode", "it's out/o.latents.safetensors", *overrides(paths)) == 0
+    assert type_words(monkeypatch, *shlex.split(advice)[1:]) == 0
     assert (out / "o.mp4").read_bytes() == film.read_bytes()
     assert capsys.readouterr().out == f"{out}/o.mp4\n"
     assert sorted(path.name for path in out.iterdir()) == ["o.json", "o.latents.safetensors", "o.mp4"]
