@@ -50,6 +50,8 @@ class RuntimeConfig:
     timeout: float = 300  # seconds a tensor exchange may take
     stage_timeout: float = 1800  # seconds the others wait while one rank works alone
     allow_untrained: bool = False  # clips over 362 frames, prompts over 7000 characters
+    gemm: str = "auto"  # dense, nvfp4, fp8 or int8 products; auto: nvfp4 on GPUs that have it, else dense
+    fused: str = "off"  # on: fewer passes over memory between products, weights made dense ahead; CUDA only
 
 
 @dataclass
@@ -67,6 +69,7 @@ class AttentionConfig:
     """The attention backend, by its name in `h3dist attention`."""
 
     name: str = "sdpa"
+    fallback: bool = False  # true: where its first call is past its bound, go on with exact attention
 
 
 @dataclass
@@ -145,6 +148,8 @@ CHOICES: Mapping[str, tuple[str, ...]] = {
     "runtime.device": ("auto", "cpu", "cuda"),
     "runtime.dtype": ("auto", "float32", "bfloat16"),
     "runtime.backend": ("auto", "nccl", "gloo"),
+    "runtime.gemm": ("auto", "dense", "nvfp4", "fp8", "int8"),
+    "runtime.fused": ("off", "on"),
     "parallel.mode": ("auto", "single", "ulysses", "tensor", "hybrid"),
     "exchange.variant": ("auto", "heads", "hidden"),
     "exchange.codec": ("none", "int8"),

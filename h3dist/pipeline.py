@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 
 from h3dist import __version__
-from h3dist.attention.registry import get as attention_backend
+from h3dist.attending import agree_on_attention, begin_attention, task_of
+from h3dist.attention.backend import Attention, Backend
 from h3dist.checkpoint.comfy import DenoiserFile, Slots, open_denoiser, open_slots
 from h3dist.comm import Comm
 from h3dist.conditioning import encode_conditions
@@ -29,7 +30,9 @@ from h3dist.deliver import Delivery, deliver
 from h3dist.intake import read_request
 from h3dist.material import read_material
 from h3dist.model.denoiser import Denoiser
-from h3dist.model.linear import choose_linear, dense_linear
+from h3dist.model.elementwise import Elementwise
+from h3dist.model.fused import choose_elementwise
+from h3dist.model.linear import linear_of_run
 from h3dist.model.modulation import Modulation, tables
 from h3dist.model.refiner import refine_text
 from h3dist.model.weights import DenoiserWeights, load_denoiser
@@ -69,7 +72,7 @@ class Started:
 @dataclass(frozen=True)
 class Prepared:
     """states_Lt f32 [L, t] on rank 0 alone; on all rows_LC, the refined text rows, `kept`, the rows of the
-    conditions f32 by kind, and this rank's weights."""
+    conditions f32 by kind, this rank's weights, and the ways to compute that were agreed on."""
 
     started: Started
     states_Lt: Tensor | None
@@ -77,6 +80,8 @@ class Prepared:
     kept: Mapping[str, Tensor]
     weights: DenoiserWeights
     modulation: Modulation
+    attention: Backend
+    elementwise: Elementwise
 
 
 @dataclass(frozen=True)
@@ -91,13 +96,17 @@ class Packed:
 
 @dataclass(frozen=True)
 class Denoised:
-    """The clean latents, equal on every rank; `trace` has both after every step, on rank 0, if asked for."""
+    """The clean latents, equal on every rank; `trace` has both after every step, on rank 0, if asked for.
+
+    `attention`: what was found out about the backend.
+    """
 
     packed: Packed
     video: Tensor
     audio: Tensor
     trace: Mapping[str, Tensor]
     step_seconds: tuple[float, ...]
+    attention: Mapping[str, Any]
 
 
 def run(config: Config, job: Mapping[str, Any] | None, ranks: Ranks) -> None:
@@ -120,7 +129,7 @@ def run(config: Config, job: Mapping[str, Any] | None, ranks: Ranks) -> None:
         site = Site(config, ranks, device, comm, *_told(job, ranks))
         started = start(site, job, dfile)
         denoised = denoise(site, pack(prepare(site, started), site))
-        reports = [RankReport(**json.loads(text)) for text in comm.collect("reports", report_of(site, dfile))]
+        reports = [RankReport(**json.loads(text)) for text in comm.collect("reports", report_of(site, dfile, denoised))]
         with site.stage("decode"):
             if site.first:
                 assert site.outputs is not None
@@ -217,17 +226,18 @@ def schedule_of(config: Config, steps: int) -> Schedule:
 def prepare(site: Site, started: Started) -> Prepared:
     """Rank 0 encodes text and conditions, in float32, and then reads its weights; the others read at once."""
     plan, dtype = started.plan, getattr(torch, compute_dtype(site.config, site.device.type))
-    attention_backend(site.config.attention.name, site.device, dtype)  # refused before weights are read
+    attention = agree_on_attention(site.comm, plan.attention, task_of(plan, site.ranks.rank, site.device))
     with site.stage("encode"):
+        elementwise = choose_elementwise(site.config.runtime.fused, site.device)
         states_Lt, rows_LC, kept = encode(site, started) if site.first else (None, None, None)
         share = plan.shares[site.ranks.rank]
-        weights = load_denoiser(started.dfile, share, device=site.device, dtype=dtype)
+        weights = load_denoiser(started.dfile, share, device=site.device, dtype=dtype, gemm=plan.gemm)
         times = started.schedule.times_v, started.schedule.times_a
         modulation = tables(started.dfile, *times, device=site.device, dtype=dtype, kept=bool(plan.conditions))
     shape = (plan.text_rows, plan.dims.hidden)
     rows_LC = site.comm.broadcast_text(rows_LC, shape, dtype)
     kept = site.comm.broadcast_conditions(kept, plan.kept_shapes)
-    return Prepared(started, states_Lt, rows_LC, kept, weights, modulation)
+    return Prepared(started, states_Lt, rows_LC, kept, weights, modulation, attention, elementwise)
 
 
 def encode(site: Site, started: Started) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
@@ -269,6 +279,7 @@ def denoise(site: Site, packed: Packed) -> Denoised:
     started, sampler = packed.prepared.started, site.config.sampler
     trace: dict[str, Tensor] = {}
     keep = site.outputs is not None and site.outputs.trace is not None
+    attention, told = attention_of(site, packed)
     with site.stage("denoise"), Steps(started.schedule.evaluations, shown=site.first) as steps:
 
         def on_step(step: int, video: Tensor, audio: Tensor) -> None:
@@ -278,7 +289,7 @@ def denoise(site: Site, packed: Packed) -> Denoised:
             steps.advance()
 
         video, audio = sample(
-            denoiser(site, packed),
+            denoiser(site, packed, attention),
             packed.video,
             packed.audio,
             started.schedule,
@@ -286,10 +297,17 @@ def denoise(site: Site, packed: Packed) -> Denoised:
             contract=sampler.noise,
             on_step=on_step,
         )
-    return Denoised(packed, video, audio, trace, tuple(steps.seconds))
+    return Denoised(packed, video, audio, trace, tuple(steps.seconds), told)
 
 
-def denoiser(site: Site, packed: Packed) -> Denoiser:
+def attention_of(site: Site, packed: Packed) -> tuple[Attention, dict[str, Any]]:
+    """The attention function of the run, and what is told of it in the end."""
+    prepared = packed.prepared
+    task = task_of(prepared.started.plan, site.ranks.rank, site.device)
+    return begin_attention(site.comm, prepared.attention, task, fallback=site.config.attention.fallback)
+
+
+def denoiser(site: Site, packed: Packed, attention: Attention) -> Denoiser:
     """This rank's denoiser, tied to its peers by the exchange."""
     prepared, plan = packed.prepared, packed.prepared.started.plan
     exchange = site.comm.exchange(plan)
@@ -300,18 +318,20 @@ def denoiser(site: Site, packed: Packed) -> Denoiser:
         plan.shares[site.ranks.rank],
         prepared.modulation,
         exchange,
-        attention_backend(plan.attention, site.device, weights.dtype),
+        attention,
         prepared.rows_LC,
-        choose_linear(capability, exchange, weights.dtype) if plan.fp4 else dense_linear,
+        linear_of_run(plan, weights, capability, exchange, ahead=site.config.runtime.fused == "on"),
         prepared.kept,
+        prepared.elementwise,
     )
 
 
-def report_of(site: Site, dfile: DenoiserFile) -> str:
+def report_of(site: Site, dfile: DenoiserFile, denoised: Denoised) -> str:
     """What this rank counted, for the sidecar, as JSON."""
     name = torch.cuda.get_device_name(site.device) if site.device.type == "cuda" else "cpu"
     rounding = site.comm.rounding.sums()
-    report = RankReport(name, dict(site.comm.counted), dfile.file.bytes_read, site.peak_memory(), rounding)
+    counted, attention = dict(site.comm.counted), dict(denoised.attention)
+    report = RankReport(name, counted, dfile.file.bytes_read, site.peak_memory(), rounding, attention)
     return json.dumps(asdict(report))
 
 

@@ -12,6 +12,7 @@ from h3dist.config import Config
 from h3dist.errors import ConfigError
 from h3dist.material import conditions_of
 from h3dist.plan import ExchangePlan, Layout, Plan, choose_exchange, fp4_linears, make_plan, released_dims
+from h3dist.plan.gemm import choose_gemm
 from h3dist.request import Resolved
 from h3dist.sampling.schedules import evaluations
 from h3dist.text.presentation import Piece, pieces
@@ -102,7 +103,8 @@ def plan_on(
     )
     options = {} if device == "cuda" else {"reserve": HOST_RESERVE}
     dtype = compute_dtype(config, device)
-    fp4, amax = fp4_linears(facts.dims, facts.dfile, capability, dtype)
+    gemm = choose_gemm(config.runtime.gemm, capability, dtype)
+    fp4, amax = fp4_linears(facts.dims, facts.dfile, capability, dtype) if gemm == "nvfp4" else (0, 0)
     return make_plan(
         resolved,
         facts.dims,
@@ -118,6 +120,7 @@ def plan_on(
         files=dict(facts.sizes),
         conditions=conditions_of(resolved, config.sampler.noise),
         exchange=exchange or choose_exchange(**vars(config.exchange)),
+        gemm=gemm,
         **options,
     )
 

@@ -22,7 +22,8 @@ PACKAGES = ("torch", "diffusers", "transformers", "safetensors", "comfy-kitchen"
 class RankReport:
     """What one rank counted: bytes sent by collective, bytes asked of the denoiser's file, its peak memory.
 
-    rounding: where heads move as codes, sums of squares by kind: of the errors, and of the values.
+    rounding: where heads move as codes, sums of squares by kind: of the errors, and of the values. attention: the
+    backend, rank 0's choice of kernel, and how far its first call was from exact attention, of any rank.
     """
 
     device: str
@@ -30,6 +31,7 @@ class RankReport:
     file_bytes: int
     peak_memory: int
     rounding: dict[str, tuple[float, float]] = field(default_factory=dict)
+    attention: dict[str, Any] = field(default_factory=dict)
 
 
 def describe_run(
@@ -57,6 +59,7 @@ def describe_run(
         "plan": plan.as_dict() if plan else None,
         "plan_digest": plan.digest if plan else None,
         "exchange": describe_exchange(plan.exchange, ranks) if plan else None,
+        "attention": ranks[0].attention if ranks else None,
         "ranks": [_against_plan(plan, rank, report) for rank, report in enumerate(ranks)],
         "seconds": {name: round(value, 4) for name, value in seconds.items()},
         "step_seconds": [round(value, 4) for value in step_seconds],

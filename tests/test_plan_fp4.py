@@ -75,21 +75,20 @@ def test_the_bytes_of_agreements_are_counted_by_linear():
         (torch.bfloat16, 12, 12, Fp4Linear),
         (torch.bfloat16, 12, 0, Fp4Linear),  # every layer stores its scale: no agreement, yet FP4
         (torch.bfloat16, 0, 0, None),
-        (torch.float32, 12, 12, None),  # a plan cannot say so; if one did, there is no such product
     ],
 )
 def test_the_run_computes_as_the_plan_says(monkeypatch, dtype, fp4, amax, kind):
     seen = []
     monkeypatch.setattr(pipeline, "Denoiser", lambda *parts: seen.extend(filter(is_linear, parts)))
     monkeypatch.setattr(pipeline, "lowest_capability", lambda device: BLACKWELL)
-    plan = SimpleNamespace(attention="sdpa", shares=(None,), fp4=fp4, amax=amax)
-    prepared = SimpleNamespace(
-        started=SimpleNamespace(plan=plan), weights=SimpleNamespace(dtype=dtype), modulation=None, rows_LC=None, kept={}
-    )
+    plan = SimpleNamespace(shares=(None,), fp4=fp4, amax=amax, gemm="nvfp4" if kind else "dense")
+    rows = {"modulation": None, "rows_LC": None, "kept": {}, "elementwise": None}
+    prepared = SimpleNamespace(started=SimpleNamespace(plan=plan), weights=SimpleNamespace(dtype=dtype), **rows)
     site = SimpleNamespace(
         comm=SimpleNamespace(exchange=lambda plan: "exchange"),
         ranks=SimpleNamespace(rank=0),
         device=torch.device("cpu"),
+        config=SimpleNamespace(runtime=SimpleNamespace(fused="off")),
     )
-    pipeline.denoiser(site, SimpleNamespace(prepared=prepared, packing=None))
+    pipeline.denoiser(site, SimpleNamespace(prepared=prepared, packing=None), attention=None)
     assert isinstance(seen[0], kind) if kind else seen[0] is dense_linear

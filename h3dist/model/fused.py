@@ -14,8 +14,8 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from h3dist.errors import MissingDependency
-from h3dist.model.elementwise import ATTENTION, GATE, MLP, NORM_EPS, Elementwise, Runs, add_gated
+from h3dist.errors import ConfigError, MissingDependency
+from h3dist.model.elementwise import ATTENTION, GATE, MLP, NORM_EPS, PLAIN, Elementwise, Runs, add_gated
 from h3dist.model.rotary import Rotation
 
 
@@ -44,6 +44,15 @@ def turned(
         rotated = 2 * matrices_.shape[3]
         rms_rope_split_half_(q_pjD[None], k_pjD[None], matrices_, q_norm_D, k_norm_D, NORM_EPS, rotated)
     return q_pjD, k_pjD
+
+
+def choose_elementwise(asked: str, device: torch.device) -> Elementwise:
+    """The plain forms for `runtime.fused=off`, the fused path for on. Raises ConfigError, MissingDependency."""
+    if asked == "off":
+        return PLAIN
+    if device.type != "cuda":
+        raise ConfigError(f"runtime.fused=on is for CUDA devices, and this is {device.type}; use runtime.fused=off")
+    return load()
 
 
 def load() -> Elementwise:

@@ -19,9 +19,12 @@ from torch import Tensor
 from h3dist.checkpoint.formats import Weight
 from h3dist.checkpoint.nvfp4 import Nvfp4Weight
 from h3dist.errors import MissingDependency
+from h3dist.model.ahead import AheadLinear, plain_fill, triton_fill
 from h3dist.model.dense import Linear, dense_linear, prescaled
 from h3dist.model.exchange import Exchange
 from h3dist.model.narrow import narrow_linear
+from h3dist.model.weights import DenoiserWeights
+from h3dist.plan import Plan
 from h3dist.plan.gemm import NARROW, choose_gemm
 
 FP4_RANGE = 448.0 * 6.0  # the largest E4M3 block scale times the largest E2M1 value
@@ -100,6 +103,19 @@ def choose_linear(
     if chosen in NARROW:
         return narrow_linear(chosen, cuda=capability is not None)
     return Fp4Linear(exchange, kitchen_kernels()) if chosen == "nvfp4" else dense_linear
+
+
+def linear_of_run(
+    plan: Plan, weights: DenoiserWeights, capability: tuple[int, int] | None, exchange: Exchange, *, ahead: bool = False
+) -> Linear:
+    """The linear of a run as planned. `ahead`: dense weights are made so while the product before runs.
+
+    Raises ConfigError and MissingDependency.
+    """
+    if ahead and plan.gemm == "dense":
+        fill = triton_fill() if weights.device.type == "cuda" else plain_fill
+        return AheadLinear(weights.linears, weights.dtype, weights.device, fill)
+    return choose_linear(capability, exchange, weights.dtype, plan.gemm)
 
 
 def kitchen_kernels() -> Fp4Kernels:

@@ -6,7 +6,7 @@ columns, O outputs of both heads.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -15,7 +15,10 @@ from torch import Tensor
 from h3dist.checkpoint.comfy import DenoiserDims, DenoiserFile
 from h3dist.checkpoint.formats import Weight
 from h3dist.checkpoint.shard import fc1_slice, fc2_slice, out_slice, qkv_slice, read_linear, read_tensor
+from h3dist.model.narrow import narrowed
 from h3dist.plan import Share
+
+LINEAR_FIELDS = ("qkv", "out", "fc1", "fc2")  # in the order in which a block multiplies
 
 
 @dataclass(frozen=True)
@@ -52,6 +55,11 @@ class DenoiserWeights:
     inv_freq: Tensor
 
     @property
+    def linears(self) -> list[Weight]:
+        """The blocks' linears in the order in which they multiply."""
+        return [getattr(block, name) for block in self.blocks for name in LINEAR_FIELDS]
+
+    @property
     def dtype(self) -> torch.dtype:
         """The compute dtype, which is the residual stream's."""
         return self.final_norm.dtype
@@ -62,15 +70,19 @@ class DenoiserWeights:
 
 
 def load_denoiser(
-    dfile: DenoiserFile, share: Share, *, device: torch.device | str, dtype: torch.dtype
+    dfile: DenoiserFile, share: Share, *, device: torch.device | str, dtype: torch.dtype, gemm: str = "dense"
 ) -> DenoiserWeights:
-    """Read what this rank keeps: its slices of every block, and the small layers whole."""
+    """Read what this rank keeps: its slices of every block, rounded where `gemm` is fp8 or int8; small layers whole."""
     projected = share.projected_heads
     heads = [read_projection(dfile, f"final_layer.{name}_out", device) for name in ("video", "audio")]
     return DenoiserWeights(
         dims=dfile.dims,
         blocks=tuple(
-            read_block(dfile, f"blocks.{index}", share.tp_heads, share.ffn, projected, device=device, dtype=dtype)
+            narrow_block(
+                read_block(dfile, f"blocks.{index}", share.tp_heads, share.ffn, projected, device=device, dtype=dtype),
+                gemm,
+                dtype,
+            )
             for index in range(dfile.dims.layers)
         ),
         video_in=read_projection(dfile, "video_patch_proj", device),
@@ -79,6 +91,11 @@ def load_denoiser(
         heads=Projection(torch.cat([head.weight for head in heads]), torch.cat([head.bias for head in heads])),
         inv_freq=read_tensor(dfile, "rope.inv_freq").to(device, torch.float32),
     )
+
+
+def narrow_block(block: BlockWeights, gemm: str, dtype: torch.dtype) -> BlockWeights:
+    """The block with its linears as `gemm` takes them: see `narrowed`."""
+    return replace(block, **{name: narrowed(getattr(block, name), gemm, dtype) for name in LINEAR_FIELDS})
 
 
 def read_block(

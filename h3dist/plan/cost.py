@@ -24,6 +24,7 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import TYPE_CHECKING
 
+from h3dist.plan.gemm import NARROW
 from h3dist.plan.overlap import GROUP_LAUNCH, exposed, group_sizes, wave_loss
 from h3dist.plan.traffic import ELEMENT_BYTES
 from h3dist.plan.weights import NVFP4_BYTES, linear_shapes
@@ -135,7 +136,8 @@ def step_cost(plan: "Plan", device: "DeviceRates", wires: Wires) -> Cost:
 
 def missing_rate(plan: "Plan", device: "DeviceRates") -> str | None:
     """What the table lacks to price a plan on a class of devices; None where nothing is missing."""
-    for group, name in (("product", plan.dtype), ("attention", plan.attention)):
+    names = ("product", plan.dtype), ("product", _product(plan)), ("attention", _attention_rate(plan))
+    for group, name in names:
         if name not in getattr(device, group):
             return f"{group}.{name}"
     return None
@@ -159,7 +161,7 @@ def attention_flops(plan: "Plan", share: "Share") -> float:
 
 
 def _products(plan: "Plan", share: "Share", device: "DeviceRates") -> float:
-    dense = device.product[plan.dtype]
+    dense = device.product[_product(plan)]
     quick = device.product.get("nvfp4", dense)
     part = _fp4_part(plan)
     return product_flops(plan, share) * (part / quick + (1 - part) / dense)
@@ -168,13 +170,23 @@ def _products(plan: "Plan", share: "Share", device: "DeviceRates") -> float:
 def _attention(plan: "Plan", share: "Share", device: "DeviceRates") -> float:
     """Rates are of bfloat16; another format is slower as its products are."""
     slower = device.product["bfloat16"] / device.product[plan.dtype]
-    return attention_flops(plan, share) / device.attention[plan.attention] * slower
+    return attention_flops(plan, share) / device.attention[_attention_rate(plan)] * slower
+
+
+def _product(plan: "Plan") -> str:
+    """The rate of the products that are not FP4's: of the compute dtype, or of narrow operands."""
+    return plan.gemm if plan.gemm in NARROW else plan.dtype
+
+
+def _attention_rate(plan: "Plan") -> str:
+    """The name of the backend's rate: heads in groups are taken to be as fast as together."""
+    return plan.attention.removesuffix("+sliced")
 
 
 def dequantised_bytes(plan: "Plan", share: "Share") -> float:
     """Read and written in one evaluation: weights as stored, and dense. Plain ones are used as they are."""
     element = ELEMENT_BYTES[plan.dtype]
-    if plan.stored.bytes_per_weight == element:
+    if plan.gemm in NARROW or plan.stored.bytes_per_weight == element:
         return 0.0
     weights = plan.dims.layers * sum(weights for _, weights in _linears(plan, share))
     return (1 - _fp4_part(plan)) * weights * (plan.stored.bytes_per_weight + element)

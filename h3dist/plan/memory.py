@@ -6,13 +6,14 @@ widest point, not the allocator's fragments.
 """
 
 from dataclasses import dataclass
-from math import prod
 from typing import TYPE_CHECKING
 
 from h3dist.geometry import CHUNK_FRAMES, Geometry
+from h3dist.plan.gemm import working_bytes
 from h3dist.plan.traffic import Work
 from h3dist.plan.weights import (
     F32,
+    LINEARS,
     kept_bytes,
     linear_shapes,
     linear_weights,
@@ -30,13 +31,14 @@ CUDA_RESERVE = 1 << 30  # a CUDA context, NCCL's buffers and the libraries' work
 
 @dataclass(frozen=True)
 class Stored:
-    """Bytes that the memory depends on beside the layout; a file whose size is not known counts 0."""
+    """What the memory depends on beside the layout, in bytes; a file whose size is not known counts 0."""
 
-    bytes_per_weight: float  # of the blocks' linears, scales included
+    bytes_per_weight: float  # of the blocks' linears as they stay in memory, scales included
     reserve: int = CUDA_RESERVE  # what a rank takes before it holds anything of ours
     text_encoder: int = 0
     video_vae: int = 0
     audio_vae: int = 0
+    gemm: str = "dense"  # how those linears are multiplied: see `gemm`
 
 
 def weight_bytes(work: Work, stored: Stored, share: "Share") -> int:
@@ -46,23 +48,31 @@ def weight_bytes(work: Work, stored: Stored, share: "Share") -> int:
     return linears + kept_bytes(work.dims) + modulation_bytes(work.dims, work.steps, kept=bool(work.conditions))
 
 
-def activation_bytes(work: Work, share: "Share") -> int:
+def activation_bytes(work: Work, gemm: str, share: "Share") -> int:
     """The wider of a block's two halves, attention and MLP, at its widest point.
 
-    Both hold the residual, its modulated rows, those that are projected, the partial sum, and one weight made
-    dense. Attention is widest where q, k and v leave for the exchange (as they came from the linear and as
-    normed and rotated; over sp their packed copy and what arrives), or, where hidden rows were gathered, in
-    itself, and what it gives goes back to its rows. The MLP holds fc1's two halves and the activation of one.
+    Both hold the residual, its modulated rows, those that are projected, the partial sum, and what one product
+    works with: a weight made dense, or its input narrowed. Attention is widest where q, k and v leave for the
+    exchange (as they came from the linear and as normed and rotated; over sp their packed copy and what arrives),
+    or, where hidden rows were gathered, in itself, and what it gives goes back to its rows. The MLP holds fc1's two
+    halves and the activation of one.
     """
     dims, e = work.dims, work.element
     own, group, projected = _length(share.rows), _length(share.group_rows), _length(share.projected_rows)
     shapes = linear_shapes(dims, _length(share.tp_heads), _length(share.ffn), _length(share.projected_heads))
-    dense = {name: prod(shape) * e for name, shape in shapes.items()}
+    rows = {name: projected if name == LINEARS[0] else group for name in shapes}
+    work_space = {name: working_bytes(gemm, rows[name], shape, e) for name, shape in shapes.items()}
     before = group * _length(share.tp_heads) * dims.head_dim * e  # one of q, k, v, split by rows
     after = work.rows * _length(share.heads) * dims.head_dim * e if work.layout.sp > 1 else 0  # or by heads
     wide = 5 * after + 2 * before if work.hidden else 7 * before + 3 * after
-    attention = (group + projected) * dims.hidden * e + wide + max(dense["attn.qkv_proj"], dense["attn.out_proj"])
-    mlp = 2 * group * dims.hidden * e + 3 * group * _length(share.ffn) * e + max(dense["mlp.fc1"], dense["mlp.fc2"])
+    attention = (
+        (group + projected) * dims.hidden * e + wide + max(work_space["attn.qkv_proj"], work_space["attn.out_proj"])
+    )
+    mlp = (
+        2 * group * dims.hidden * e
+        + 3 * group * _length(share.ffn) * e
+        + max(work_space["mlp.fc1"], work_space["mlp.fc2"])
+    )
     return 2 * own * dims.hidden * e + max(attention, mlp)
 
 
@@ -81,7 +91,7 @@ def estimate(work: Work, stored: Stored, share: "Share", geometry: Geometry) -> 
     return {
         "encode": stored.reserve + first * (read + states),
         "refine": stored.reserve + first * (F32 * refiner_weights(work.dims) + states),
-        "denoise": stored.reserve + share.weight_bytes + activation_bytes(work, share),
+        "denoise": stored.reserve + share.weight_bytes + activation_bytes(work, stored.gemm, share),
         "decode": stored.reserve + share.weight_bytes + first * (vaes + 2 * picture),
     }
 

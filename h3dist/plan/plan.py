@@ -13,6 +13,7 @@ from h3dist.conditions import Condition, kept_shapes
 from h3dist.errors import ConfigError, nearest
 from h3dist.geometry import Geometry
 from h3dist.plan.exchange import PLAIN, ExchangePlan
+from h3dist.plan.gemm import resident_bytes
 from h3dist.plan.layout import Layout, Span, ffn_split, split_heads, split_rows
 from h3dist.plan.memory import CUDA_RESERVE, Stored, estimate, weight_bytes
 from h3dist.plan.traffic import ELEMENT_BYTES, Work, sent
@@ -72,6 +73,11 @@ class Plan:
         return kept_shapes(self.conditions, self.dims.video_channels, self.dims.audio_channels)
 
     @property
+    def gemm(self) -> str:
+        """How the blocks' linears are multiplied: dense, nvfp4, fp8 or int8."""
+        return self.stored.gemm
+
+    @property
     def peaks(self) -> tuple[int, ...]:
         """The largest stage of each rank, in bytes."""
         return tuple(max(stages.values()) for stages in self.memory)
@@ -109,6 +115,7 @@ def make_plan(
     reserve: int = CUDA_RESERVE,
     conditions: tuple[Condition, ...] = (),
     exchange: ExchangePlan = PLAIN,
+    gemm: str | None = None,
 ) -> Plan:
     """The plan of `resolved` for a presentation of `text_rows` tokens, with `conditions`, on `layout`.
 
@@ -116,7 +123,8 @@ def make_plan(
     assumed); `mode` is what the user asked for; `fp4` counts the linears whose activations are quantised too,
     `amax` those of them that need all ranks to agree on a scale (see `weights.fp4_linears`); `files` gives the
     bytes of "text_encoder", "video_vae" and "audio_vae" where known; `reserve` is what a process takes before
-    anything of ours, in bytes; `exchange` says how heads move over sp. Raises PlanError and ConfigError.
+    anything of ours, in bytes; `exchange` says how heads move over sp; `gemm` how linears are multiplied, by default as
+    `fp4` says. Raises PlanError and ConfigError.
     """
     if dtype not in ELEMENT_BYTES:
         raise ConfigError(f"runtime.dtype={dtype!r}{nearest(dtype, ELEMENT_BYTES)}; use {' or '.join(ELEMENT_BYTES)}")
@@ -124,7 +132,9 @@ def make_plan(
     kept_rows = sum(condition.video_rows + condition.audio_rows for condition in conditions)
     rows = text_rows + kept_rows + geometry.audio_rows + geometry.video_rows
     work = Work(dims, layout, rows, text_rows, steps, ELEMENT_BYTES[dtype], amax, conditions, exchange)
-    stored = Stored(bytes_per_weight(dims, dfile), reserve, **(files or {}))
+    gemm = gemm or ("nvfp4" if fp4 else "dense")
+    held = resident_bytes(gemm, dims, bytes_per_weight(dims, dfile))
+    stored = Stored(held, reserve, **(files or {}), gemm=gemm)
     shares = tuple(_ask(_fill(share, work, stored), work, dfile) for share in split(work))
     return Plan(
         layout=layout,
