@@ -104,6 +104,7 @@ def plan_on(
     options = {} if device == "cuda" else {"reserve": HOST_RESERVE}
     dtype = compute_dtype(config, device)
     gemm = choose_gemm(config.runtime.gemm, capability, dtype)
+    check_fused(config, device)
     fp4, amax = fp4_linears(facts.dims, facts.dfile, capability, dtype) if gemm == "nvfp4" else (0, 0)
     return make_plan(
         resolved,
@@ -130,6 +131,12 @@ def compute_dtype(config: Config, device: str) -> str:
     if config.runtime.dtype != "auto":
         return config.runtime.dtype
     return "bfloat16" if device == "cuda" else "float32"
+
+
+def check_fused(config: Config, device: str) -> None:
+    """Raises `ConfigError` for the fused path without CUDA."""
+    if config.runtime.fused == "on" and device != "cuda":
+        raise ConfigError(f"runtime.fused=on is for CUDA devices, and this is {device}; use runtime.fused=off")
 
 
 def check_backend(config: Config, device: str) -> str:

@@ -4,6 +4,7 @@ from typing import Annotated
 
 import typer
 
+from h3dist.cli.attention import attention
 from h3dist.cli.bench import bench
 from h3dist.cli.doctor import doctor
 from h3dist.cli.extend import extend
@@ -156,21 +157,6 @@ def compare(
 
 
 @app.command()
-def attention(verbose: Verbose = False) -> None:
-    """List the attention backends and what each needs."""
-    import torch
-
-    from h3dist.attention.registry import BACKENDS
-
-    cuda = torch.cuda.is_available()
-    device, dtype = torch.device("cuda" if cuda else "cpu"), torch.bfloat16 if cuda else torch.float32
-    for name, backend in BACKENDS.items():
-        reason = backend.refuses(device, dtype)
-        exact = "exact" if backend.exact else "approximate"
-        typer.echo(f"{name:12} {exact:12} {backend.needs}{f'; not here: {reason}' if reason else ''}")
-
-
-@app.command()
 def tasks(
     as_json: Annotated[bool, typer.Option("--json", help="Print the JSON Schema of a request file.")] = False,
     verbose: Verbose = False,
@@ -183,6 +169,7 @@ def tasks(
     typer.echo(json.dumps(json_schema(), indent=2) if as_json else task_table())
 
 
+app.command()(attention)
 app.command()(extend)
 app.command()(plan)
 app.command()(bench)
