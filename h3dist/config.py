@@ -96,6 +96,13 @@ class SamplerConfig:
 
 
 @dataclass
+class DecodeConfig:
+    """Where latents become frames and references become latents."""
+
+    mode: str = "auto"  # rank0: rank 0 alone; parallel: tile by tile on all ranks; auto: as the plan finds
+
+
+@dataclass
 class OutputConfig:
     """Files to write. Null: not written."""
 
@@ -137,6 +144,7 @@ class Config:
     attention: AttentionConfig = field(default_factory=AttentionConfig)
     exchange: ExchangeConfig = field(default_factory=ExchangeConfig)
     sampler: SamplerConfig = field(default_factory=SamplerConfig)
+    decode: DecodeConfig = field(default_factory=DecodeConfig)
     output: OutputConfig = field(default_factory=OutputConfig)
     request: RequestConfig = field(default_factory=RequestConfig)
     job: str | None = None
@@ -156,6 +164,7 @@ CHOICES: Mapping[str, tuple[str, ...]] = {
     "sampler.schedule": ("simple", "beta", "official"),
     "sampler.sampler": ("euler", "res_multistep"),
     "sampler.noise": ("comfy", "official"),
+    "decode.mode": ("auto", "rank0", "parallel"),
 }
 POSITIVE = (
     "runtime.timeout",

@@ -122,6 +122,8 @@ def plan_on(
         conditions=conditions_of(resolved, config.sampler.noise),
         exchange=exchange or choose_exchange(**vars(config.exchange)),
         gemm=gemm,
+        decode=config.decode.mode,
+        device=device,
         **options,
     )
 

@@ -152,7 +152,7 @@ def test_one_rank_needs_no_process_group():
         assert comm.collect("report", "mine") == ["mine"]
         with pytest.raises(OutputError, match="full"), comm.stage("mux"):
             raise OutputError("the disk is full")
-    assert comm.counted == dict.fromkeys(LABELS, 0)
+    assert not any(comm.counted.values())
     assert not torch.distributed.is_initialized()
 
 

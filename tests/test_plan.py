@@ -13,6 +13,7 @@ from h3dist.checkpoint.shard import rank_file_bytes
 from h3dist.checkpoint.tiny import write_tiny
 from h3dist.errors import ConfigError, PlanError
 from h3dist.plan import (
+    DECODE_LABELS,
     LABELS,
     Layout,
     Plan,
@@ -195,6 +196,8 @@ def test_tensor_sends_its_padding_and_amax_only_where_asked():
             "heads.from": 0,
             "amax": 0,
             "outputs": 4 * 117 * 128 * 4 * 5,
+            "decode.tiles": 0,
+            "decode.sound": 0,
         }
     quantised = plan_of(Layout(tp=6), resolved=SMALL, dims=TINY, text_rows=61, dtype="float32", amax=12)
     assert {share.sent["amax"] for share in quantised.shares} == {3 * 4 * 4 * 4 * 5}
@@ -202,7 +205,7 @@ def test_tensor_sends_its_padding_and_amax_only_where_asked():
 
 def test_one_rank_sends_nothing():
     plan = plan_of(Layout(), amax=200)
-    assert plan.shares[0].sent == dict.fromkeys(LABELS, 0)
+    assert plan.shares[0].sent == dict.fromkeys((*LABELS, *DECODE_LABELS), 0)
 
 
 def test_stored_bytes_are_the_published_payload():

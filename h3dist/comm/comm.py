@@ -10,7 +10,7 @@ import json
 import pickle
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from threading import Thread
@@ -27,7 +27,7 @@ from h3dist.comm.exchange import RankExchange
 from h3dist.comm.rounding import Rounding
 from h3dist.comm.wire import BACKSTOP, GlooWire, Group, NcclWire, Wire, in_short
 from h3dist.errors import ConfigError, RankError, nearest
-from h3dist.plan import LABELS, Layout, Plan
+from h3dist.plan import DECODE_LABELS, LABELS, Layout, Plan
 from h3dist.topology import Ranks
 
 T = TypeVar("T")
@@ -40,7 +40,7 @@ class Comm:
 
     def __init__(self, rank: int, layout: Layout, device: torch.device) -> None:
         self.rank, self.layout, self.device = rank, layout, device
-        self.counted = dict.fromkeys(LABELS, 0)  # bytes sent to other ranks, by collective
+        self.counted = dict.fromkeys((*LABELS, *DECODE_LABELS), 0)  # bytes sent to other ranks, by collective
         self.rounding = Rounding()  # of the codes of the last exchange, where it sends such
         self._board: Board | None = None
         self._meta: Wire | None = None
@@ -153,6 +153,18 @@ class Comm:
         rows = wire.broadcast(label, rows)
         wire.settle(label)
         return rows
+
+    def hand_in(self, label: str, mine: Tensor, counts: Sequence[int]) -> Callable[[], Tensor]:
+        """Begins to send flat `mine`, on this rank's device, to the request's first rank, which sends nothing.
+
+        All ranks of the request call it with one dtype and one `counts`, the elements of each. It returns at once;
+        what it gives, once called, waits, and gives what was sent, end to end: to the first rank alone.
+        """
+        wire = self._tensors["request"]
+        assert wire is not None and mine.numel() == counts[wire.group.index] and counts[0] == 0, (mine.shape, counts)
+        nothing = [0] * wire.group.size
+        into = counts if wire.group.index == 0 else nothing
+        return wire.all_to_all_later(label, mine, [mine.numel(), *nothing[1:]], into)
 
     def share(self, value: T) -> T:
         """Rank 0's `value`, any Python value, on every rank; what the others pass does not matter."""

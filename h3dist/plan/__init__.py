@@ -1,5 +1,6 @@
 """Plans: how ranks share a run, and what that costs in bytes, before any work. Imports no torch."""
 
+from h3dist.plan.decode import DECODE_LABELS, DecodePlan, schedule_decode
 from h3dist.plan.exchange import ExchangePlan, choose_exchange
 from h3dist.plan.fit import Cut, check_memory, fits
 from h3dist.plan.layout import (
@@ -17,9 +18,11 @@ from h3dist.plan.traffic import LABELS
 from h3dist.plan.weights import fp4_linears, released_dims
 
 __all__ = [
+    "DECODE_LABELS",
     "LABELS",
     "MODES",
     "Cut",
+    "DecodePlan",
     "ExchangePlan",
     "Layout",
     "Plan",
@@ -33,6 +36,7 @@ __all__ = [
     "make_layout",
     "make_plan",
     "released_dims",
+    "schedule_decode",
     "split_heads",
     "split_ragged",
     "split_rows",

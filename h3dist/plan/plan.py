@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from h3dist.conditions import Condition, kept_shapes
 from h3dist.errors import ConfigError, nearest
 from h3dist.geometry import Geometry
+from h3dist.plan.decode import DecodePlan, with_decode
 from h3dist.plan.exchange import PLAIN, ExchangePlan
 from h3dist.plan.gemm import resident_bytes
 from h3dist.plan.layout import Layout, Span, ffn_split, split_heads, split_rows
@@ -58,6 +59,7 @@ class Plan:
     steps: int  # evaluations of the model
     dtype: str
     attention: str
+    decode: DecodePlan
     exchange: ExchangePlan  # as asked for, whatever the layout
     fp4: int  # linears computed in FP4, all blocks together
     amax: int  # those of them whose activation scale all ranks agree on
@@ -116,6 +118,8 @@ def make_plan(
     conditions: tuple[Condition, ...] = (),
     exchange: ExchangePlan = PLAIN,
     gemm: str | None = None,
+    decode: str = "rank0",
+    device: str = "cuda",
 ) -> Plan:
     """The plan of `resolved` for a presentation of `text_rows` tokens, with `conditions`, on `layout`.
 
@@ -124,7 +128,8 @@ def make_plan(
     `amax` those of them that need all ranks to agree on a scale (see `weights.fp4_linears`); `files` gives the
     bytes of "text_encoder", "video_vae" and "audio_vae" where known; `reserve` is what a process takes before
     anything of ours, in bytes; `exchange` says how heads move over sp; `gemm` how linears are multiplied, by default as
-    `fp4` says. Raises PlanError and ConfigError.
+    `fp4` says; `decode` where the clip is decoded, "auto" if that is the plan's to decide, and `device` on what kind of
+    devices. Raises PlanError and ConfigError.
     """
     if dtype not in ELEMENT_BYTES:
         raise ConfigError(f"runtime.dtype={dtype!r}{nearest(dtype, ELEMENT_BYTES)}; use {' or '.join(ELEMENT_BYTES)}")
@@ -136,7 +141,7 @@ def make_plan(
     held = resident_bytes(gemm, dims, bytes_per_weight(dims, dfile))
     stored = Stored(held, reserve, **(files or {}), gemm=gemm)
     shares = tuple(_ask(_fill(share, work, stored), work, dfile) for share in split(work))
-    return Plan(
+    plan = Plan(
         layout=layout,
         mode=mode or layout.mode,
         dims=dims,
@@ -148,6 +153,7 @@ def make_plan(
         steps=steps,
         dtype=dtype,
         attention=attention,
+        decode=DecodePlan(decode, device),
         exchange=exchange,
         fp4=fp4,
         amax=amax,
@@ -157,6 +163,7 @@ def make_plan(
         notes=_notes(resolved, dfile, files or {}),
         reasons=_reasons(mode, layout, shares),
     )
+    return with_decode(plan)
 
 
 def split(work: Work) -> tuple[Share, ...]:
@@ -194,7 +201,8 @@ def relayout(plan: Plan, layout: Layout) -> Plan:
     )
     shares = tuple(_fill(share, work, plan.stored) for share in split(work))
     memory = tuple(estimate(work, plan.stored, share, plan.geometry) for share in shares)
-    return replace(plan, layout=layout, mode=layout.mode, chunk=work.chunk, shares=shares, memory=memory, reasons=())
+    parts = {"shares": shares, "memory": memory, "reasons": ()}
+    return with_decode(replace(plan, layout=layout, mode=layout.mode, chunk=work.chunk, **parts))
 
 
 def _fill(share: Share, work: Work, stored: Stored) -> Share:

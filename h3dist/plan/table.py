@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from h3dist.conditions import kept_shapes
 from h3dist.geometry import AUDIO_RATE
+from h3dist.plan.decode import DECODE_LABELS
 from h3dist.plan.traffic import FLOAT, LABELS
 
 if TYPE_CHECKING:
@@ -38,9 +39,10 @@ def table(plan: "Plan") -> str:
         _columns(("rank", "rows", "heads", "of held", "ffn", "from file", "weights"), holds),
         "sent in the whole run, by collective",
         _columns(("rank", *used, "all"), sends),
+        _decode(plan),
         "memory by stage, estimated",
         _columns(("rank", *stages, "peak"), needs),
-        "\n".join(f"- {line}" for line in (*plan.reasons, *plan.notes)),
+        "\n".join(f"- {line}" for line in (*plan.reasons, plan.decode.text(), *plan.notes)),
         f"plan {plan.digest[:12]}",
     ]
     return "\n".join(part for part in parts if part)
@@ -75,6 +77,22 @@ def _conditions(plan: "Plan") -> str:
         sizes = str(item.frames), seconds, str(rows), str(item.audio_rows), size(FLOAT * count)
         lines.append((item.kind, frame, pixels, *sizes))
     return _columns(titles, lines) if lines else ""
+
+
+def _decode(plan: "Plan") -> str:
+    """A line for each rank that decodes: its tiles, and the bytes that it hands to rank 0."""
+    if not plan.decode.parallel:
+        return ""
+    lines = [
+        [
+            str(rank),
+            str(tiles),
+            "yes" if rank == plan.decode.sound else "-",
+            *(size(share.sent[n]) for n in DECODE_LABELS),
+        ]
+        for rank, (tiles, share) in enumerate(zip(plan.decode.tiles, plan.shares, strict=True))
+    ]
+    return _columns(("rank", "tiles", "sound", *DECODE_LABELS), lines)
 
 
 def _holds(share: "Share") -> list[str]:

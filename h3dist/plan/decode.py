@@ -1,0 +1,168 @@
+"""Where a clip is decoded: by rank 0 alone, or tile by tile by all ranks; why, who does what, and what that takes.
+
+Under "parallel" each rank has those tiles of the video VAE that `h3dist.spread` gives it, and the last rank the
+sound; rank 0 fades the tiles into frames and writes them, chunk by chunk. Bytes that a rank sends, once a run, for
+tiles [3, 22, y, x] of e bytes an element and A audio latents:
+
+    decode.tiles   3 * 22 * y * x * e   a tile, all ranks but the first
+    decode.sound   2 * 800 * A * 4      the last rank
+"""
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from h3dist.geometry import (
+    CHUNK_FRAMES,
+    SAMPLES_PER_AUDIO_LATENT,
+    SOUND_CHANNELS,
+    TAIL_FRAMES,
+    Geometry,
+)
+from h3dist.plan.memory import Stored
+from h3dist.spread import Extra, Schedule, makespan, spread
+from h3dist.tiles import Cuts, cut_video
+
+if TYPE_CHECKING:
+    from h3dist.plan.plan import Plan, Share
+
+DECODE_LABELS = ("decode.tiles", "decode.sound")
+FLOAT = 4
+TILE_ELEMENT = {"cuda": 2, "cpu": 4}  # bytes: the decoder gives float16 on CUDA, float32 on the CPU
+TILE_WORK = 1 << 28  # bytes: the widest point of one decoder layer on the 1797 tokens of a tile
+BLENDING = 0.05  # of a tile's decoding: fading it in, colours, the copy to the host
+SOUND = 0.03  # of a tile's decoding: one audio latent, both channels
+UNTRIED = "cuda"  # decoding over ranks has not been proved there yet, so that it is for those who ask
+
+
+@dataclass(frozen=True)
+class DecodePlan:
+    """Where a clip is decoded. `asked` is the configuration's word, `device` the kind of device of all ranks."""
+
+    asked: str = "rank0"
+    device: str = "cpu"
+    parallel: bool = False
+    why: str = ""
+    tiles: tuple[int, ...] = ()  # by rank; none where rank 0 decodes alone
+    speedup: float = 1.0  # of the decoding, by the schedule: no transfer and no encoder counted
+
+    @property
+    def sound(self) -> int:
+        """The rank that decodes the sound."""
+        return len(self.tiles) - 1 if self.parallel else 0
+
+    def text(self) -> str:
+        """One line for people."""
+        if not self.parallel:
+            return f"rank 0 decodes: {self.why}"
+        counts = "-".join(map(str, sorted({min(self.tiles), max(self.tiles)})))
+        return f"all ranks decode, {counts} tiles each, {self.speedup:.2f} x rank 0 by the schedule: {self.why}"
+
+
+def schedule_decode(geometry: Geometry, ranks: int) -> tuple[Cuts, Schedule]:
+    """How a clip is cut, and which rank decodes which tile: the same on every rank, and for the plan's bytes."""
+    cuts = cut_video(geometry.latent_t, geometry.latent_h, geometry.latent_w)
+    return cuts, spread(_costs(cuts), ranks, _extra(cuts, geometry))
+
+
+def with_decode(plan: "Plan") -> "Plan":
+    """The same plan with its decoding decided, by what `plan.decode` asks for; bytes and memory with it."""
+    decode = _decide(plan)
+    shares = tuple(replace(share, sent=share.sent | _sent(plan, decode, share.rank)) for share in plan.shares)
+    memory = _memory(plan, decode) if decode.parallel else plan.memory
+    return replace(plan, decode=decode, shares=shares, memory=memory)
+
+
+def _decide(plan: "Plan") -> DecodePlan:
+    """What was asked for, as far as there is more than one rank; "auto" weighs."""
+    ask, ranks = plan.decode, plan.layout.ranks
+    alone = DecodePlan(ask.asked, ask.device)
+    if ranks == 1:
+        return replace(alone, why="there is one rank")
+    if ask.asked == "rank0":
+        return replace(alone, why="as asked for")
+    together = _spread_out(plan)
+    if ask.asked == "parallel":
+        return replace(together, why="as asked for")
+    against = _against(plan, together)
+    return replace(alone, why=against) if against else replace(together, why="no rank needs more for it than rank 0")
+
+
+def _spread_out(plan: "Plan") -> DecodePlan:
+    ranks, geometry = plan.layout.ranks, plan.geometry
+    cuts, schedule = schedule_decode(geometry, ranks)
+    costs, extra = _costs(cuts), _extra(cuts, geometry)
+    one = makespan(spread(costs, 1, extra), costs, extra)
+    speedup = round(one / makespan(schedule, costs, extra), 3)
+    tiles = tuple(schedule.total(rank) for rank in range(ranks))
+    return DecodePlan(plan.decode.asked, plan.decode.device, True, tiles=tiles, speedup=speedup)
+
+
+def _against(plan: "Plan", together: DecodePlan) -> str | None:
+    """Why "auto" leaves decoding to rank 0; None where it does not."""
+    if sum(together.tiles) == 1:
+        return "there is one tile"
+    needs = [stages["decode"] for stages in _memory(plan, together)]
+    most = max(range(len(needs)), key=needs.__getitem__)
+    if needs[most] > max(plan.peaks):
+        return f"rank {most} would need {needs[most] >> 20} MiB for tiles, more than any rank needs without"
+    if plan.decode.device == "cpu":
+        return "the ranks share the processor, and rank 0 alone may use all of it"
+    if plan.decode.device == UNTRIED:
+        return "decode=parallel is not proved on GPUs yet"
+    return None
+
+
+def _costs(cuts: Cuts) -> list[list[float]]:
+    return [[1.0] * _tiles(cuts)] * len(cuts.chunks)
+
+
+def _extra(cuts: Cuts, geometry: Geometry) -> Extra:
+    return Extra(chunk=BLENDING * _tiles(cuts), sound=SOUND * geometry.audio_latents)
+
+
+def _tiles(cuts: Cuts) -> int:
+    """Tiles of a chunk."""
+    return len(cuts.rows.starts) * len(cuts.cols.starts)
+
+
+def _tile_bytes(cuts: Cuts, device: str) -> int:
+    return 3 * (CHUNK_FRAMES + TAIL_FRAMES) * cuts.rows.size * cuts.cols.size * TILE_ELEMENT[device]
+
+
+def _sent(plan: "Plan", decode: DecodePlan, rank: int) -> dict[str, int]:
+    """Bytes by label of one rank, by the formulas above."""
+    index = rank % plan.layout.ranks
+    if not decode.parallel or index == 0:
+        return dict.fromkeys(DECODE_LABELS, 0)
+    tile = _tile_bytes(schedule_decode(plan.geometry, 1)[0], decode.device)
+    sound = FLOAT * SOUND_CHANNELS * SAMPLES_PER_AUDIO_LATENT * plan.geometry.audio_latents
+    return {"decode.tiles": decode.tiles[index] * tile, "decode.sound": sound if index == decode.sound else 0}
+
+
+def _memory(plan: "Plan", decode: DecodePlan) -> tuple[dict[str, int], ...]:
+    """The memory of every rank at each stage where all decode."""
+    cuts, schedule = schedule_decode(plan.geometry, plan.layout.ranks)
+    return tuple(
+        stages | {"decode": _rank_memory(plan, decode, cuts, schedule, share)}
+        for stages, share in zip(plan.memory, plan.shares, strict=True)
+    )
+
+
+def _rank_memory(plan: "Plan", decode: DecodePlan, cuts: Cuts, schedule: Schedule, share: "Share") -> int:
+    """The denoiser's weights stay; a VAE is read by a rank that has work for it. Of tiles a rank holds those it makes,
+    the copy on its way and those before; rank 0 two chunks of all, and a chunk's pictures twice."""
+    stored, rank = plan.stored, share.rank % plan.layout.ranks
+    tile = _tile_bytes(cuts, decode.device)
+    most = max(schedule.counts(chunk)[rank] for chunk in range(len(cuts.chunks)))
+    held = 3 * most * tile
+    if rank == 0:
+        held = 2 * _tiles(cuts) * tile + 2 * plan.geometry.width * plan.geometry.height * 3 * CHUNK_FRAMES * FLOAT
+    return stored.reserve + share.weight_bytes + vae_bytes(decode, stored, rank) + held
+
+
+def vae_bytes(decode: DecodePlan, stored: Stored, rank: int) -> int:
+    """What of the two VAEs a rank keeps while it decodes, its work space with it."""
+    if not decode.parallel:
+        return stored.video_vae + stored.audio_vae if rank == 0 else 0
+    video = (stored.video_vae + TILE_WORK) if decode.tiles[rank] else 0
+    return video + (stored.audio_vae if rank == decode.sound else 0)

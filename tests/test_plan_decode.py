@@ -1,0 +1,103 @@
+"""Where the plan has a clip decoded, why, and what that takes of memory and bytes."""
+
+import pytest
+
+from h3dist.plan import Layout, make_plan, released_dims
+from h3dist.plan import decode as plan_decode
+from h3dist.plan.plan import relayout
+from h3dist.request import Resolved
+
+GIB = 1 << 30
+CLIP = Resolved("t2va", "a quiet shot", 1344, 768, 124, 124, 7, 12, True)  # 7 chunks of 28 tiles
+FILES = {"text_encoder": 20 * GIB, "video_vae": 5 * GIB, "audio_vae": GIB}
+TILE = 3 * 22 * 256 * 256
+
+
+def plan_of(ranks, decode="auto", device="cuda", clip=CLIP, files=FILES, tp=1):
+    layout = Layout(sp=ranks // tp, tp=tp)
+    options = {"dtype": "bfloat16", "attention": "sdpa", "steps": 12, "files": files}
+    return make_plan(clip, released_dims(), 60, layout, decode=decode, device=device, **options)
+
+
+@pytest.mark.parametrize("ranks", range(2, 9))
+@pytest.mark.parametrize(("device", "element"), [("cuda", 2), ("cpu", 4)])
+def test_all_but_rank_0_hand_in_their_tiles_and_the_last_the_sound(ranks, device, element):
+    plan = plan_of(ranks, "parallel", device)
+    assert plan.decode.parallel and sum(plan.decode.tiles) == 196
+    assert max(plan.decode.tiles) - min(plan.decode.tiles) <= 20
+    sent = [share.sent for share in plan.shares]
+    for rank in range(1, ranks):
+        assert sent[rank]["decode.tiles"] == plan.decode.tiles[rank] * TILE * element
+    assert sent[0]["decode.tiles"] == 0
+    assert [one["decode.sound"] for one in sent] == [0] * (ranks - 1) + [2 * 800 * 207 * 4]
+    assert plan.decode.speedup >= 0.9 * ranks
+
+
+def test_rank_0_alone_sends_nothing_and_needs_what_it_did():
+    plan = plan_of(4, "rank0")
+    assert not plan.decode.parallel
+    assert all(share.sent["decode.tiles"] == share.sent["decode.sound"] == 0 for share in plan.shares)
+    assert plan.memory[0]["decode"] > plan.memory[1]["decode"] + 6 * GIB
+
+
+def test_a_rank_that_decodes_holds_the_vae_and_its_tiles_and_rank_0_two_chunks():
+    alone, plan = plan_of(4, "rank0"), plan_of(4, "parallel")
+    waits = alone.memory[1]["decode"]
+    tile = 2 * TILE
+    for rank, extra in ((1, 0), (3, GIB)):
+        need = plan.memory[rank]["decode"] - waits
+        tiles = need - extra - 5 * GIB - (1 << 28)
+        assert tiles in (3 * most * tile for most in (7, 8, 9)), "what it makes, what is on its way, what was before"
+    assert plan.memory[0]["decode"] - alone.memory[0]["decode"] == 2 * 28 * tile + (1 << 28) - GIB
+    others = [{k: v for k, v in stages.items() if k != "decode"} for stages in plan.memory]
+    assert others == [{k: v for k, v in stages.items() if k != "decode"} for stages in alone.memory]
+
+
+def test_longer_clips_need_no_more_to_decode():
+    short = plan_of(4, "parallel").memory
+    long = plan_of(4, "parallel", clip=Resolved("t2va", "x", 1344, 768, 362, 362, 7, 12, True)).memory
+    weights = [s.weight_bytes for s in plan_of(4).shares]
+    assert len(set(weights)) == 1
+    assert [need["decode"] for need in long] == pytest.approx([need["decode"] for need in short], rel=0.02)
+
+
+def test_auto_gives_reasons_for_rank_0(monkeypatch):
+    def why(*args, **options):
+        plan = plan_of(*args, **options)
+        assert not plan.decode.parallel
+        return plan.decode.why
+
+    assert "one rank" in why(1)
+    assert "one tile" in why(2, clip=Resolved("t2va", "x", 64, 64, 5, 5, 7, 12, True))
+    assert "share the processor" in why(2, device="cpu")
+    assert "not proved on GPUs yet" in why(2)
+    monkeypatch.setattr(plan_decode, "UNTRIED", "")
+    small = {"text_encoder": GIB, "video_vae": 30 * GIB, "audio_vae": 30 * GIB}
+    assert "more than any rank needs without" not in plan_of(8, files=FILES).decode.why
+    assert "more than any rank needs without" in why(8, files=small | {"video_vae": 30 * GIB, "audio_vae": 0}, tp=8)
+
+
+def test_auto_spreads_where_memory_and_ranks_allow_once_that_is_proved(monkeypatch):
+    monkeypatch.setattr(plan_decode, "UNTRIED", "")
+    for ranks in range(2, 9):
+        plan = plan_of(ranks)
+        assert plan.decode.parallel, plan.decode.why
+        assert max(plan.peaks) == max(plan_of(ranks, "rank0").peaks), "auto never raises what a machine must have"
+    assert "no rank needs more for it than rank 0" in plan.decode.text()
+
+
+def test_another_layout_decides_again():
+    one = plan_of(1, "parallel")
+    assert one.decode.why == "there is one rank" and not one.decode.parallel
+    eight = relayout(one, Layout(sp=4, tp=2))
+    assert eight.decode.parallel and len(eight.decode.tiles) == 8
+    assert eight.shares[7].sent["decode.sound"] > 0
+    assert eight.digest != relayout(plan_of(1, "rank0"), Layout(sp=4, tp=2)).digest
+
+
+def test_the_table_shows_who_decodes_and_why():
+    text = plan_of(8, "parallel").text()
+    assert "decode.tiles" in text and "decode.sound" in text
+    assert "all ranks decode" in text and "as asked for" in text
+    assert "rank 0 decodes: " in plan_of(8).text()
+    assert max(map(len, text.splitlines())) <= 120
