@@ -7,36 +7,39 @@ import os
 import shlex
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from h3dist.checkpoint.comfy import StateFile, open_vaes
+from h3dist.checkpoint.comfy import open_vaes
 from h3dist.config import Config, as_override
+from h3dist.decoding import Clean, Decoded, Vaes, decode_alone
 from h3dist.errors import OutputError, RequestError
 from h3dist.geometry import AUDIO_CHANNELS, SOUND_CHANNELS, VIDEO_CHANNELS
-from h3dist.media import write_mp4, write_wav
+from h3dist.media import write_behind, write_mp4, write_wav
 from h3dist.outputs import Outputs, check_outputs, choose_outputs, claimed, refuse_inputs
 from h3dist.plan import Plan
+from h3dist.progress import Steps
+from h3dist.records import Denoised
 from h3dist.request import Resolved, parse_request, resolve
 from h3dist.saved import latents, load_latents, save_tensors, sha256
 from h3dist.sidecar import RankReport, describe_run, write_sidecar
-from h3dist.site import all_cores, pick_device
+from h3dist.site import Site, pick_device
+from h3dist.tiles import cut_time
 from h3dist.topology import Ranks
-from h3dist.vae import AudioVae, VideoVae
 
 
 @dataclass(frozen=True)
 class Delivery:
-    """Clean latents video [1, 24, T, h, w] and audio [1, 32, 2, A], the VAEs' files, and what to tell of the run."""
+    """Clean latents video [1, 24, T, h, w] and audio [1, 32, 2, A], and what to tell of the run."""
 
     resolved: Resolved
-    video_vae: StateFile
-    audio_vae: StateFile
     video: Tensor
     audio: Tensor
     plan: Plan | None = None
@@ -46,25 +49,49 @@ class Delivery:
     conditioning: Mapping[str, Tensor] = field(default_factory=dict)
 
 
+def delivery(site: Site, denoised: Denoised) -> Delivery:
+    """What rank 0 makes files of."""
+    prepared, packing = denoised.packed.prepared, denoised.packed.packing
+    assert prepared.states_Lt is not None
+    rows = {f"condition_{kind.removeprefix('kept ')}_rows": held for kind, held in prepared.kept.items()}
+    return Delivery(
+        resolved=prepared.started.resolved,
+        plan=prepared.started.plan,
+        video=denoised.video,
+        audio=denoised.audio,
+        seconds=dict(site.seconds),
+        step_seconds=denoised.step_seconds,
+        trace=denoised.trace,
+        conditioning={
+            "text_states": prepared.states_Lt,
+            "text_tags": packing.token_tags[: packing.text_rows],
+            "position_ids": packing.position_ids,
+            "token_tags": packing.token_tags,
+            **rows,
+        },
+    )
+
+
 def deliver(
     config: Config,
-    device: torch.device,
     outputs: Outputs,
     given: Delivery,
-    reports: Sequence[RankReport] = (),
+    decode: Callable[[], AbstractContextManager[Decoded]],
+    reports: Callable[[], Sequence[RankReport]] = tuple,
 ) -> None:
     """Decode, mux, write, rename. Where that fails, the latents stay as NAME.latents.safetensors.
 
-    Raises `OutputError`, `NumericsError` and what the VAEs raise.
+    `decode` begins to decode `given`, `reports` asks all ranks for theirs once that is done. Raises `OutputError`,
+    `NumericsError` and what the VAEs and other ranks raise.
     """
     begun = time.perf_counter()
     try:
         save_asked(outputs, given)
-        with all_cores():
-            write_clip(config, device, outputs, given)
+        chunk_seconds = write_clip(outputs, given, decode)
         seconds = {**given.seconds, "decode": time.perf_counter() - begun}
+        told = tell(config, given, reports(), seconds, chunk_seconds)
         with outputs.writing("sidecar") as part:
-            write_sidecar(part, tell(config, given, reports, seconds))
+            write_sidecar(part, told)
         publish(outputs)
     except Exception:
         outputs.discard()  # before the latents are kept: the disk may be full of what failed
@@ -86,42 +113,57 @@ def save_asked(outputs: Outputs, given: Delivery) -> None:
             save_tensors(part, {**given.trace, **final}, request)
 
 
-def write_clip(config: Config, device: torch.device, outputs: Outputs, given: Delivery) -> None:
-    """Frames into the MP4 as they are decoded, with the sound; the WAV and the intermediates where asked for."""
-    resolved = given.resolved
-    sound_2N = AudioVae.load(given.audio_vae, config.model.audio_vae_config, device).decode(given.audio)
-    vae = VideoVae.load(given.video_vae, config.model.video_vae_config, device)
+def write_clip(
+    outputs: Outputs, given: Delivery, decode: Callable[[], AbstractContextManager[Decoded]]
+) -> tuple[float, ...]:
+    """Frames into the MP4 as they are decoded, with the sound; the WAV and the intermediates where asked for.
+
+    Gives the seconds of each chunk. The next is decoded while one is encoded.
+    """
     kept: list[Tensor] | None = [] if outputs.intermediates else None
-    with outputs.writing("path") as part:
-        write_mp4(
-            part,
-            keeping(vae.decode(given.video), kept),
-            sound_2N if resolved.mux_audio else None,
-            width=resolved.width,
-            height=resolved.height,
-            frames=resolved.frames,
-            metadata={"title": resolved.prompt, "comment": f"h3dist, seed {resolved.seed}"},
-        )
+    chunks = len(cut_time(given.video.shape[2]))
+    with outputs.writing("path") as part, decode() as decoded:
+        sound_2N = decoded.sound_2N
+        with Steps(chunks, shown=True, stage="decode", step="chunk") as steps:
+            write_behind(partial(film, part, given.resolved, sound_2N), noting(decoded.frames, steps, kept))
     if outputs.sound:
         with outputs.writing("sound") as part:
-            write_wav(part, sound_2N, frames=resolved.frames)
+            write_wav(part, sound_2N, frames=given.resolved.frames)
     if kept is not None:
-        decoded = {"frames": torch.cat(kept), "audio": sound_2N}
-        tensors = {**given.conditioning, **latents(given.video, given.audio), **decoded}
+        tensors = {**given.conditioning, **latents(given.video, given.audio)}
         with outputs.writing("intermediates") as part:
-            save_tensors(part, tensors, resolved.as_request())
+            save_tensors(part, {**tensors, "frames": torch.cat(kept), "audio": sound_2N}, given.resolved.as_request())
+    return tuple(steps.seconds)
 
 
-def keeping(chunks: Iterable[Tensor], kept: list[Tensor] | None) -> Iterator[Tensor]:
-    """The same chunks, each also put into `kept`."""
+def film(path: Path | str, resolved: Resolved, sound_2N: Tensor, chunks: Iterable[Tensor]) -> None:
+    """The MP4 of a request at `path`."""
+    write_mp4(
+        path,
+        chunks,
+        sound_2N if resolved.mux_audio else None,
+        width=resolved.width,
+        height=resolved.height,
+        frames=resolved.frames,
+        metadata={"title": resolved.prompt, "comment": f"h3dist, seed {resolved.seed}"},
+    )
+
+
+def noting(chunks: Iterable[Tensor], steps: Steps, kept: list[Tensor] | None) -> Iterator[Tensor]:
+    """The same chunks, each told as progress and also put into `kept`."""
     for chunk in chunks:
+        steps.advance()
         if kept is not None:
             kept.append(chunk)
         yield chunk
 
 
 def tell(
-    config: Config, given: Delivery, reports: Sequence[RankReport], seconds: Mapping[str, float]
+    config: Config,
+    given: Delivery,
+    reports: Sequence[RankReport],
+    seconds: Mapping[str, float],
+    chunk_seconds: Sequence[float],
 ) -> dict[str, object]:
     """The sidecar's content."""
     hashes = {"video_latents": sha256(given.video), "audio_latents": sha256(given.audio)}
@@ -132,6 +174,7 @@ def tell(
         reports,
         seconds=seconds,
         step_seconds=given.step_seconds,
+        chunk_seconds=chunk_seconds,
         sha256=hashes,
     )
 
@@ -183,8 +226,9 @@ def decode_file(config: Config, path: Path, output: Mapping[str, Any]) -> str:
     video_vae, audio_vae, _ = open_vaes(config.model)
     device = pick_device(config, Ranks())
     video, audio = (found[name].to(device) for name in ("video_latents", "audio_latents"))
+    clean = Clean(video, audio, Vaes(video_vae, audio_vae), config.model, device)
     with claimed(outputs.targets().values()):
-        deliver(config, device, outputs, Delivery(resolved, video_vae, audio_vae, video, audio))
+        deliver(config, outputs, Delivery(resolved, video, audio), partial(decode_alone, clean))
     return outputs.path
 
 

@@ -3,16 +3,17 @@
     request -> plan -> encode -> pack -> denoise -> decode -> mux
 
 Each stage takes the record before it and gives a new frozen one. Rank 0 alone reads the request, encodes the
-text, decodes and muxes; all ranks denoise. A stage ends in an agreement: all go on, or all leave with the
-first error.
+text and muxes; all ranks denoise; rank 0 decodes, or all do. A stage ends in an agreement: all go on, or all leave
+with the first error.
 
 Shape letters: L text rows, t text encoder width, C hidden, T h w latent frames, height and width, A audio latents
 a channel.
 """
 
 import json
+import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
@@ -21,92 +22,40 @@ from torch import Tensor
 
 from h3dist import __version__
 from h3dist.attending import agree_on_attention, begin_attention, task_of
-from h3dist.attention.backend import Attention, Backend
-from h3dist.checkpoint.comfy import DenoiserFile, Slots, open_denoiser, open_slots
+from h3dist.attention.backend import Attention
+from h3dist.checkpoint.comfy import DenoiserFile, open_denoiser, open_slots
 from h3dist.comm import Comm
 from h3dist.conditioning import encode_conditions
 from h3dist.config import Config
-from h3dist.deliver import Delivery, deliver
+from h3dist.decoding import Clean, assist, decode_alone, decode_together, vaes_for
+from h3dist.deliver import deliver, delivery
 from h3dist.intake import read_request
 from h3dist.material import read_material
 from h3dist.model.denoiser import Denoiser
-from h3dist.model.elementwise import Elementwise
 from h3dist.model.fused import choose_elementwise
 from h3dist.model.linear import linear_of_run
-from h3dist.model.modulation import Modulation, tables
+from h3dist.model.modulation import tables
 from h3dist.model.refiner import refine_text
-from h3dist.model.weights import DenoiserWeights, load_denoiser
+from h3dist.model.weights import load_denoiser
 from h3dist.outputs import Outputs
-from h3dist.packing import Packing
 from h3dist.packing import pack as pack_sequence
 from h3dist.plan import ExchangePlan, Layout, Plan, check_memory, make_layout
 from h3dist.preflight import Facts, compute_dtype, facts_of, plan_on, read_aloud
 from h3dist.progress import Steps
+from h3dist.records import Denoised, Packed, Prepared, Started
 from h3dist.relief import cuts
 from h3dist.request import Resolved
 from h3dist.sampling.noise import draw
 from h3dist.sampling.samplers import sample
 from h3dist.sampling.schedules import Schedule, make_schedule
-from h3dist.sidecar import RankReport
+from h3dist.sidecar import RankReport, report_of
 from h3dist.site import Site, all_cores, free_memory, pick_device
 from h3dist.status import StatusFile
 from h3dist.text.encoder import TextEncoder
-from h3dist.text.presentation import Presentation, present
+from h3dist.text.presentation import present
 from h3dist.text.tokenizer import load_tokenizer, tokenize
 from h3dist.text.vision import look
 from h3dist.topology import Ranks, visible_devices
-
-
-@dataclass(frozen=True)
-class Started:
-    """What all ranks agreed on before any work. `slots`, the opened files, are rank 0's alone."""
-
-    dfile: DenoiserFile
-    slots: Slots | None
-    resolved: Resolved
-    presentation: Presentation
-    plan: Plan  # its conditions are the request's keyframes and references, by size
-    schedule: Schedule
-
-
-@dataclass(frozen=True)
-class Prepared:
-    """states_Lt f32 [L, t] on rank 0 alone; on all rows_LC, the refined text rows, `kept`, the rows of the
-    conditions f32 by kind, this rank's weights, and the ways to compute that were agreed on."""
-
-    started: Started
-    states_Lt: Tensor | None
-    rows_LC: Tensor
-    kept: Mapping[str, Tensor]
-    weights: DenoiserWeights
-    modulation: Modulation
-    attention: Backend
-    elementwise: Elementwise
-
-
-@dataclass(frozen=True)
-class Packed:
-    """The packed sequence and the noise of video [1, 24, T, h, w] and audio [1, 32, 2, A], f32."""
-
-    prepared: Prepared
-    packing: Packing
-    video: Tensor
-    audio: Tensor
-
-
-@dataclass(frozen=True)
-class Denoised:
-    """The clean latents, equal on every rank; `trace` has both after every step, on rank 0, if asked for.
-
-    `attention`: what was found out about the backend.
-    """
-
-    packed: Packed
-    video: Tensor
-    audio: Tensor
-    trace: Mapping[str, Tensor]
-    step_seconds: tuple[float, ...]
-    attention: Mapping[str, Any]
 
 
 def run(config: Config, job: Mapping[str, Any] | None, ranks: Ranks) -> None:
@@ -128,12 +77,7 @@ def run(config: Config, job: Mapping[str, Any] | None, ranks: Ranks) -> None:
     ) as comm:
         site = Site(config, ranks, device, comm, *_told(job, ranks))
         started = start(site, job, dfile)
-        denoised = denoise(site, pack(prepare(site, started), site))
-        reports = [RankReport(**json.loads(text)) for text in comm.collect("reports", report_of(site, dfile, denoised))]
-        with site.stage("decode"):
-            if site.first:
-                assert site.outputs is not None
-                deliver(config, device, site.outputs, delivery(site, denoised), reports)
+        decode(site, denoise(site, pack(prepare(site, started), site)))
 
 
 def choose_layout(config: Config, job: Mapping[str, Any] | None, ranks: Ranks, dfile: DenoiserFile) -> Layout:
@@ -162,8 +106,11 @@ def start(site: Site, job: Mapping[str, Any] | None, dfile: DenoiserFile) -> Sta
         facts = Facts(dfile.dims, dfile, told["sizes"], len(told["presentation"].ids), ())
         plan = plan_for(site, told["resolved"], facts, told["exchange"])
         schedule = schedule_of(site.config, told["resolved"].steps)
+        vaes = vaes_for(plan, slots, site.config.model)
     site.comm.same("the plan", plan.digest)
-    return Started(dfile, slots, told["resolved"], told["presentation"], plan, schedule)
+    if plan.decode.parallel:
+        site.comm.same("the VAEs' headers", [state.file.header_hash for state in vaes])
+    return Started(dfile, slots, vaes, told["resolved"], told["presentation"], plan, schedule)
 
 
 def read_job(site: Site, job: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -181,7 +128,7 @@ def read_job(site: Site, job: Mapping[str, Any] | None) -> dict[str, Any]:
 
 def agree_on_setting(site: Site, dfile: DenoiserFile) -> None:
     """Every rank runs the same code with the same configuration on the same denoiser. Raises `RankError`."""
-    parts = "runtime", "parallel", "attention", "exchange", "sampler"
+    parts = "runtime", "parallel", "attention", "exchange", "sampler", "decode"
     shared = {part: asdict(getattr(site.config, part)) for part in parts}
     site.comm.same("the version of h3dist", __version__)
     site.comm.same("the version of torch", torch.__version__)
@@ -326,36 +273,22 @@ def denoiser(site: Site, packed: Packed, attention: Attention) -> Denoiser:
     )
 
 
-def report_of(site: Site, dfile: DenoiserFile, denoised: Denoised) -> str:
-    """What this rank counted, for the sidecar, as JSON."""
-    name = torch.cuda.get_device_name(site.device) if site.device.type == "cuda" else "cpu"
-    rounding = site.comm.rounding.sums()
-    counted, attention = dict(site.comm.counted), dict(denoised.attention)
-    report = RankReport(name, counted, dfile.file.bytes_read, site.peak_memory(), rounding, attention)
-    return json.dumps(asdict(report))
+def decode(site: Site, denoised: Denoised) -> None:
+    """Rank 0 decodes, or all ranks do, and rank 0 muxes and writes; what all counted goes into the sidecar."""
+    started, begun = denoised.packed.prepared.started, time.perf_counter()
+    plan, vaes, comm = started.plan, started.vaes, site.comm
 
+    def reports() -> list[RankReport]:
+        mine = report_of(site, started.dfile, time.perf_counter() - begun, denoised.attention)
+        return [RankReport(**json.loads(text)) for text in comm.collect("reports", mine)]
 
-def delivery(site: Site, denoised: Denoised) -> Delivery:
-    """What rank 0 decodes, muxes and writes."""
-    prepared = denoised.packed.prepared
-    packing, started = denoised.packed.packing, prepared.started
-    assert prepared.states_Lt is not None and started.slots is not None
-    rows = {f"condition_{kind.removeprefix('kept ')}_rows": held for kind, held in prepared.kept.items()}
-    return Delivery(
-        resolved=started.resolved,
-        plan=started.plan,
-        video_vae=started.slots.video_vae,
-        audio_vae=started.slots.audio_vae,
-        video=denoised.video,
-        audio=denoised.audio,
-        seconds=dict(site.seconds),
-        step_seconds=denoised.step_seconds,
-        trace=denoised.trace,
-        conditioning={
-            "text_states": prepared.states_Lt,
-            "text_tags": packing.token_tags[: packing.text_rows],
-            "position_ids": packing.position_ids,
-            "token_tags": packing.token_tags,
-            **rows,
-        },
-    )
+    with site.stage("decode"):
+        clean = Clean(denoised.video, denoised.audio, vaes, site.config.model, site.device) if vaes else None
+        if site.first:
+            assert site.outputs is not None
+            how = partial(decode_together, clean, comm, plan) if plan.decode.parallel else partial(decode_alone, clean)
+            deliver(site.config, site.outputs, delivery(site, denoised), how, reports)
+        else:
+            if plan.decode.parallel:
+                assist(clean, comm, plan)
+            reports()

@@ -24,16 +24,17 @@ def announce(stage: str) -> None:
 
 
 class Steps:
-    """Progress over `total` model evaluations; `seconds` keeps the time of each. Silent where not `shown`."""
+    """Progress over `total` steps of one kind; `seconds` keeps the time of each. Silent where not `shown`."""
 
-    def __init__(self, total: int, *, shown: bool) -> None:
+    def __init__(self, total: int, *, shown: bool, stage: str = "denoise", step: str = "step") -> None:
         self.total = total
+        self._step = step
         self.seconds: list[float] = []
         self._shown = shown
         self._last = time.perf_counter()
         console = Console(stderr=True)
         self._bar = _bar(console) if shown and console.is_terminal else None
-        self._task = self._bar.add_task("denoise", total=total, speed="") if self._bar else None
+        self._task = self._bar.add_task(stage, total=total, speed="") if self._bar else None
 
     def __enter__(self) -> "Steps":
         if self._bar:
@@ -48,7 +49,7 @@ class Steps:
             self._bar.stop()
 
     def advance(self) -> None:
-        """One evaluation is done."""
+        """One step is done."""
         now = time.perf_counter()
         self.seconds.append(now - self._last)
         self._last = now
@@ -56,13 +57,16 @@ class Steps:
             self._bar.update(self._task, advance=1, speed=self._speed())
         elif self._shown:
             with suppress(OSError):  # hours of work do not end because a log is full or its reader left
-                print(f"h3dist: step {len(self.seconds)}/{self.total}, {self._speed()}", file=sys.stderr, flush=True)
+                print(f"h3dist: {self._told()}", file=sys.stderr, flush=True)
+
+    def _told(self) -> str:
+        return f"{self._step} {len(self.seconds)}/{self.total}, {self._speed()}"
 
     def _speed(self) -> str:
         """Seconds a step without the first, which warms up, and the time left at that rate."""
         steady = self.seconds[1:] or self.seconds
         mean = sum(steady) / len(steady)
-        return f"{mean:.2f} s a step, {mean * (self.total - len(self.seconds)):.0f} s left"
+        return f"{mean:.2f} s a {self._step}, {mean * (self.total - len(self.seconds)):.0f} s left"
 
 
 def _bar(console: Console) -> Progress:

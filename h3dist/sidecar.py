@@ -8,19 +8,24 @@ from math import sqrt
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from h3dist import __version__
+from h3dist.checkpoint.comfy import DenoiserFile
 from h3dist.config import Config
 from h3dist.errors import OutputError
 from h3dist.plan import ExchangePlan, Plan
 from h3dist.provenance import versions_of
 from h3dist.request import Resolved
+from h3dist.site import Site
 
 PACKAGES = ("torch", "diffusers", "transformers", "safetensors", "comfy-kitchen", "av")
 
 
 @dataclass(frozen=True)
 class RankReport:
-    """What one rank counted: bytes sent by collective, bytes asked of the denoiser's file, its peak memory.
+    """What one rank counted: bytes sent by collective, bytes asked of the denoiser's file, its peak memory, and the
+    seconds until its part of the decoding was done.
 
     rounding: where heads move as codes, sums of squares by kind: of the errors, and of the values. attention: the
     backend, rank 0's choice of kernel, and how far its first call was from exact attention, of any rank.
@@ -30,8 +35,16 @@ class RankReport:
     sent: dict[str, int]
     file_bytes: int
     peak_memory: int
+    decode_seconds: float
     rounding: dict[str, tuple[float, float]] = field(default_factory=dict)
     attention: dict[str, Any] = field(default_factory=dict)
+
+
+def report_of(site: Site, dfile: DenoiserFile, decode_seconds: float, attention: Mapping[str, Any]) -> str:
+    """What this rank counted, and found out about the attention backend, as JSON."""
+    name = torch.cuda.get_device_name(site.device) if site.device.type == "cuda" else "cpu"
+    counted = dict(site.comm.counted), dfile.file.bytes_read, site.peak_memory(), decode_seconds
+    return json.dumps(asdict(RankReport(name, *counted, site.comm.rounding.sums(), dict(attention))))
 
 
 def describe_run(
@@ -42,6 +55,7 @@ def describe_run(
     *,
     seconds: Mapping[str, float],
     step_seconds: Sequence[float],
+    chunk_seconds: Sequence[float],
     sha256: Mapping[str, str],
 ) -> dict[str, Any]:
     """Everything about a run as JSON values; `plan` and `ranks` are absent where only saved latents were decoded.
@@ -49,7 +63,9 @@ def describe_run(
     So is then the configuration of what was not done: this run's sampler did not make those latents.
     """
     # the request stands at the top; output and job name this run's files
-    left_out = {"request", "job", "output"} | (set() if plan else {"parallel", "attention", "exchange", "sampler"})
+    left_out = {"request", "job", "output"} | (
+        set() if plan else {"parallel", "attention", "exchange", "sampler", "decode"}
+    )
     settings = {part: values for part, values in asdict(config).items() if part not in left_out}
     return {
         "h3dist": __version__,
@@ -63,6 +79,7 @@ def describe_run(
         "ranks": [_against_plan(plan, rank, report) for rank, report in enumerate(ranks)],
         "seconds": {name: round(value, 4) for name, value in seconds.items()},
         "step_seconds": [round(value, 4) for value in step_seconds],
+        "chunk_seconds": [round(value, 4) for value in chunk_seconds],
         "sha256": dict(sha256),
         "versions": {"python": platform.python_version(), **versions_of(PACKAGES)},
     }
@@ -99,4 +116,5 @@ def _against_plan(plan: Plan, rank: int, report: RankReport) -> dict[str, Any]:
         "sent": {"planned": share.sent, "counted": report.sent},
         "file_bytes": {"planned": share.file_bytes, "counted": report.file_bytes},
         "peak_memory": {"planned": plan.peaks[rank], "counted": report.peak_memory},
+        "decode_seconds": round(report.decode_seconds, 4),
     }

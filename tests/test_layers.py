@@ -16,7 +16,7 @@ LAYERS = [
     {"comm", "attention"},
     {"model", "sampling", "text", "vae", "media", "saved", "compare"},
     {"preflight", "planner", "relief", "intake", "material", "job", "site", "progress", "sidecar", "attending"},
-    {"deliver", "conditioning", "tiny"},
+    {"deliver", "decoding", "records", "conditioning", "tiny"},
     {"pipeline"},
     {"workers", "processes", "torchrun"},
     {"generate", "bench", "matrix", "serve", "service", "cloud", "report", "doctor"},

@@ -1,5 +1,6 @@
 """Pictures, films and sound: out of files and into files."""
 
+from h3dist.media.behind import write_behind
 from h3dist.media.films import Film, film_frames, film_sound, measure_film, read_film
 from h3dist.media.images import measure_image, read_image
 from h3dist.media.lossless import write_film_lossless
@@ -23,6 +24,7 @@ __all__ = [
     "read_film",
     "read_image",
     "read_sound",
+    "write_behind",
     "write_film_lossless",
     "write_mp4",
     "write_wav",

@@ -63,9 +63,10 @@ def _strip(tiles: list[torch.Tensor], beside: list[torch.Tensor], cols: Axis) ->
 def blend(tiles: Iterable[torch.Tensor], cuts: Cuts) -> Iterator[torch.Tensor]:
     """Raw frames [3, f, H, W], one tensor a chunk, from the results of `cuts.jobs()` in that order.
 
-    A result holds a chunk's 17 frames and its tail of 5, [3, 22, y, x], wherever it was decoded.
+    A result holds a chunk's 17 frames and its tail of 5, [3, 22, y, x], wherever it was decoded; all arithmetic here
+    is in float32.
     """
-    tiles = iter(tiles)
+    tiles = (tile.float() for tile in tiles)
     held: torch.Tensor | None = None  # the tail of the chunk before
     for index, chunk in enumerate(cuts.chunks):
         head, tail = stitch(tiles, cuts.rows, cuts.cols).split([CHUNK_FRAMES, TAIL_FRAMES], dim=FRAMES)

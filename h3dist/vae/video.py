@@ -1,11 +1,11 @@
 """The video VAE: latents to frames in diffusers' modules, with our own driver of chunks and tiles.
 
 Decoding is three steps that can live on different ranks: cut (`h3dist.tiles`), decode one job
-(`decode_job`, the only step that needs weights), blend the results in serial order (`blend.blend`).
+(`decode_job`, the only step that needs weights), blend the results in serial order (`finish`).
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from h3dist.errors import ConfigError, NumericsError, RequestError
-from h3dist.geometry import CHUNK_FRAMES, CHUNK_LATENTS, LATENT_PIXELS, TAIL_LATENTS
+from h3dist.geometry import CHUNK_FRAMES, CHUNK_LATENTS, LATENT_PIXELS, TAIL_LATENTS, VIDEO_CHANNELS
 from h3dist.tiles import HEAD, RAW_FRAMES, TAIL, Cuts, Job, cut_video
 from h3dist.vae import released
 from h3dist.vae.blend import blend
@@ -90,25 +90,13 @@ class VideoVae:
         Raises RequestError at once where T is not 5k + 2, NumericsError (at once, or at the chunk) for NaN or
         infinity.
         """
-        if latents.ndim != 5 or latents.shape[:2] != (1, len(self.statistics.mean)):
-            wanted = f"[1, {len(self.statistics.mean)}, T, h, w]"
-            raise RequestError(f"video latents must be {wanted}, these are {list(latents.shape)}")
-        if not torch.isfinite(latents).all():
-            raise NumericsError("the video latents hold NaN or infinity before they are decoded")
-        return self._frames(self.statistics.restore(latents), cut_video(*latents.shape[2:]))
-
-    def _frames(self, latents: torch.Tensor, cuts: Cuts) -> Iterator[torch.Tensor]:
-        start = 0
-        for raw in blend((self.decode_job(latents, job) for job in cuts.jobs()), cuts):
-            stop = start + raw.shape[1]
-            if not torch.isfinite(raw).all():
-                raise NumericsError(f"the video VAE gave NaN or infinity in frames {start} to {stop - 1}")
-            yield to_frames(raw)
-            start = stop
+        check_latents(latents)
+        restored, cuts = self.statistics.restore(latents), cut_video(*latents.shape[2:])
+        return finish((self.decode_job(restored, job) for job in cuts.jobs()), cuts)
 
     @torch.no_grad()
     def decode_job(self, latents: torch.Tensor, job: Job) -> torch.Tensor:
-        """One tile of one chunk, raw float32 [3, 22, y, x], from the restored latents [1, 24, T, h, w].
+        """One tile of one chunk, raw [3, 22, y, x] of `tile_dtype`, from the restored latents [1, 24, T, h, w].
 
         Its frames are the chunk's 17 and the 5 of its tail; the others of the decoder's 28 are never used.
         """
@@ -116,7 +104,7 @@ class VideoVae:
         first = self.parts["post_quant_conv"]
         with self._autocast():
             raw = self.parts["decoder"](first(tile.to(first.weight.dtype)))
-        return torch.cat([raw[0, :, HEAD], raw[0, :, TAIL]], dim=1).float()
+        return torch.cat([raw[0, :, HEAD], raw[0, :, TAIL]], dim=1)
 
     @torch.no_grad()
     def encode_job(self, pixels: torch.Tensor) -> torch.Tensor:
@@ -126,6 +114,33 @@ class VideoVae:
 
     def _autocast(self) -> torch.autocast:
         return torch.autocast(self.device.type, torch.float16, enabled=self.device.type == "cuda")
+
+
+def check_latents(latents: torch.Tensor) -> None:
+    """Refuse what is not the denoiser's [1, 24, T, h, w]: RequestError for the shape, NumericsError for NaN."""
+    if latents.ndim != 5 or latents.shape[:2] != (1, VIDEO_CHANNELS):
+        raise RequestError(f"video latents must be [1, {VIDEO_CHANNELS}, T, h, w], these are {list(latents.shape)}")
+    if not torch.isfinite(latents).all():
+        raise NumericsError("the video latents hold NaN or infinity before they are decoded")
+
+
+def tile_dtype(device: torch.device) -> torch.dtype:
+    """What a decoder on `device` gives."""
+    return torch.float16 if device.type == "cuda" else torch.float32
+
+
+def finish(tiles: Iterable[torch.Tensor], cuts: Cuts) -> Iterator[torch.Tensor]:
+    """Frames uint8 [f, H, W, 3] on the CPU, a chunk at a time, from the results of `cuts.jobs()` in that order.
+
+    Raises NumericsError, at its chunk, for NaN or infinity.
+    """
+    start = 0
+    for raw in blend(tiles, cuts):
+        stop = start + raw.shape[1]
+        if not torch.isfinite(raw).all():
+            raise NumericsError(f"the video VAE gave NaN or infinity in frames {start} to {stop - 1}")
+        yield to_frames(raw)
+        start = stop
 
 
 def to_frames(raw: torch.Tensor) -> torch.Tensor:
