@@ -79,6 +79,7 @@ class ExchangeConfig:
     variant: str = "heads"  # heads: q, k and v move; hidden: all rows do, before the projection
     groups: str = "1"  # groups of heads, one of which moves while another is attended to
     codec: str = "none"  # int8: codes and a scale a block, which is approximate
+    rows: str = "plain"  # packed: gathered rows go as the codes that NVFP4 products take, with the same result
 
 
 @dataclass
@@ -161,6 +162,7 @@ CHOICES: Mapping[str, tuple[str, ...]] = {
     "parallel.mode": ("auto", "single", "ulysses", "tensor", "hybrid"),
     "exchange.variant": ("auto", "heads", "hidden"),
     "exchange.codec": ("none", "int8"),
+    "exchange.rows": ("plain", "packed"),
     "sampler.schedule": ("simple", "beta", "official"),
     "sampler.sampler": ("euler", "res_multistep"),
     "sampler.noise": ("comfy", "official"),

@@ -35,6 +35,7 @@ from h3dist.model.denoiser import Denoiser
 from h3dist.model.fused import choose_elementwise
 from h3dist.model.linear import linear_of_run
 from h3dist.model.modulation import tables
+from h3dist.model.packed import packing
 from h3dist.model.refiner import refine_text
 from h3dist.model.weights import load_denoiser
 from h3dist.outputs import Outputs
@@ -267,7 +268,7 @@ def denoiser(site: Site, packed: Packed, attention: Attention) -> Denoiser:
         exchange,
         attention,
         prepared.rows_LC,
-        linear_of_run(plan, weights, capability, exchange, ahead=site.config.runtime.fused == "on"),
+        packing(linear_of_run(plan, weights, capability, exchange, ahead=site.config.runtime.fused == "on"), plan),
         prepared.kept,
         prepared.elementwise,
     )

@@ -96,10 +96,15 @@ def test_the_exchange_alone_takes_what_was_measured_over_nvlink():
     assert near(two.exchange / 50, 1.8e-3, 0.05)
 
 
-@pytest.mark.parametrize("exchange", [PLAIN, ExchangePlan("heads", 4, "int8"), ExchangePlan("hidden", 7)], ids=str)
+PACKED = ExchangePlan("hidden", 7, rows="packed")
+
+
+@pytest.mark.parametrize(
+    "exchange", [PLAIN, ExchangePlan("heads", 4, "int8"), ExchangePlan("hidden", 7), PACKED], ids=str
+)
 @pytest.mark.parametrize("layout", [Layout(), Layout(sp=2), Layout(sp=6), Layout(tp=4), Layout(sp=2, tp=3)], ids=str)
 def test_what_moves_is_what_the_plan_says_is_sent(layout, exchange):
-    plan = plan_of((96, 64, 124), layout, amax=37, exchange=exchange)
+    plan = plan_of((96, 64, 124), layout, fp4=200, amax=37, exchange=exchange)
     for move in moves(plan):
         for share in plan.shares:
             assert plan.steps * move.sent_by(share.rank) == share.sent[move.label], (move.label, share.rank)

@@ -81,7 +81,7 @@ def test_the_run_computes_as_the_plan_says(monkeypatch, dtype, fp4, amax, kind):
     seen = []
     monkeypatch.setattr(pipeline, "Denoiser", lambda *parts: seen.extend(filter(is_linear, parts)))
     monkeypatch.setattr(pipeline, "lowest_capability", lambda device: BLACKWELL)
-    plan = SimpleNamespace(shares=(None,), fp4=fp4, amax=amax, gemm="nvfp4" if kind else "dense")
+    plan = SimpleNamespace(shares=(None,), fp4=fp4, amax=amax, packs_rows=False, gemm="nvfp4" if kind else "dense")
     rows = {"modulation": None, "rows_LC": None, "kept": {}, "elementwise": None}
     prepared = SimpleNamespace(started=SimpleNamespace(plan=plan), weights=SimpleNamespace(dtype=dtype), **rows)
     site = SimpleNamespace(

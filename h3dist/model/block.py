@@ -19,6 +19,7 @@ from h3dist.attention.backend import Attention
 from h3dist.model.dense import Linear
 from h3dist.model.elementwise import ATTENTION, MLP, PLAIN, Elementwise, Runs
 from h3dist.model.exchange import Exchange
+from h3dist.model.packed import Rows, gathered
 from h3dist.model.weights import BlockWeights
 
 
@@ -40,16 +41,18 @@ class View:
 def run_block(x_sC: Tensor, weights: BlockWeights, table_R6C: Tensor, view: View) -> None:
     """Apply one block to this rank's rows of the residual stream, in place."""
     between, exchange, runs = view.elementwise, view.exchange, view.runs
-    h_pC = exchange.gather_projected(between.modulate(x_sC, weights.norm1, table_R6C[:, ATTENTION:], runs))
+    h_sC = between.modulate(x_sC, weights.norm1, table_R6C[:, ATTENTION:], runs)
+    h_pC = gathered(h_sC, weights.qkv, view.linear, exchange.gather_projected)
     y_sC = exchange.reduce_rows(attend(h_pC, weights, view))
-    del h_pC
+    del h_sC, h_pC
 
-    h_gC = exchange.gather_rows(between.add_modulate(x_sC, y_sC, table_R6C, weights.norm2, runs))
+    h_sC = between.add_modulate(x_sC, y_sC, table_R6C, weights.norm2, runs)
+    h_gC = gathered(h_sC, weights.fc1, view.linear, exchange.gather_rows)
     y_sC = exchange.reduce_rows(swiglu(h_gC, weights, view.linear, between.activate))
     between.add(x_sC, y_sC, table_R6C[:, MLP:], runs)
 
 
-def attend(h_pC: Tensor, weights: BlockWeights, view: View) -> Tensor:
+def attend(h_pC: Rows, weights: BlockWeights, view: View) -> Tensor:
     """This share's part of the attention output, [g, C]: the sum over the shares is the whole."""
     q_pjD, k_pjD, v_pjD = project_heads(h_pC, weights, view.linear)
     q_pjD, k_pjD = view.elementwise.turn(q_pjD, k_pjD, weights.q_norm, weights.k_norm, view.rotation)
@@ -57,7 +60,7 @@ def attend(h_pC: Tensor, weights: BlockWeights, view: View) -> Tensor:
     return view.linear(o_gHD.flatten(1), weights.out)
 
 
-def project_heads(h_pC: Tensor, weights: BlockWeights, linear: Linear) -> tuple[Tensor, Tensor, Tensor]:
+def project_heads(h_pC: Rows, weights: BlockWeights, linear: Linear) -> tuple[Tensor, Tensor, Tensor]:
     """q, k and v of the heads projected here, each [p, j, D], neither normed nor rotated.
 
     They lie side by side: contiguous in their last two dimensions alone, as what comes from an exchange.
@@ -67,7 +70,7 @@ def project_heads(h_pC: Tensor, weights: BlockWeights, linear: Linear) -> tuple[
 
 
 def swiglu(
-    h_gC: Tensor, weights: BlockWeights, linear: Linear, activate: Callable[[Tensor], Tensor] = PLAIN.activate
+    h_gC: Rows, weights: BlockWeights, linear: Linear, activate: Callable[[Tensor], Tensor] = PLAIN.activate
 ) -> Tensor:
     """This share's part of fc2(silu(gate) * up), [g, C]."""
     return linear(activate(linear(h_gC, weights.fc1)), weights.fc2)

@@ -54,12 +54,13 @@ class Fp4Linear:
         if not isinstance(weight, Nvfp4Weight) or weight.full_precision:
             return dense_linear(x_MK, weight)
         x_MK = prescaled(x_MK, weight)
-        scale = self._activation_scale(x_MK, weight)
+        scale = self.activation_scale(x_MK, weight)
         if x_MK.shape[0] == 0:
             return x_MK.new_empty(0, weight.shape[0])
         return fp4_matmul(x_MK, scale, weight, self.kernels)
 
-    def _activation_scale(self, x_MK: Tensor, weight: Nvfp4Weight) -> Tensor:
+    def activation_scale(self, x_MK: Tensor, weight: Nvfp4Weight) -> Tensor:
+        """The per-tensor scale of a layer's activation, of which this rank has some rows; all ranks call it."""
         if weight.input_scale is not None:
             return weight.input_scale.to(torch.float32)
         largest = self.exchange.amax(largest_magnitude(x_MK))
@@ -76,19 +77,29 @@ def largest_magnitude(x: Tensor) -> Tensor:
 
 def fp4_matmul(x_MK: Tensor, scale: Tensor, weight: Nvfp4Weight, kernels: Fp4Kernels) -> Tensor:
     """y_MN from an activation quantised with the per-tensor `scale`, padded for the kernels and cropped."""
-    packed = weight.codes.shape[1]  # bytes a row: two columns each
-    missing = -packed % (GEMM_COLUMNS // 2)
-    codes_x, scales_x = kernels.quantize(F.pad(x_MK, (0, 2 * (packed + missing) - x_MK.shape[1])), scale, pad_16x=True)
+    y = fp4_product(*fp4_codes(x_MK, scale, kernels), scale, weight, kernels, x_MK.dtype)
+    return y[: x_MK.shape[0]]
+
+
+def fp4_codes(x_MK: Tensor, scale: Tensor, kernels: Fp4Kernels) -> tuple[Tensor, Tensor]:
+    """Codes and swizzled block scales of an activation, its columns padded for the GEMM and its rows to 16."""
+    return kernels.quantize(F.pad(x_MK, (0, -x_MK.shape[1] % GEMM_COLUMNS)), scale, pad_16x=True)
+
+
+def fp4_product(
+    codes_x: Tensor, scales_x: Tensor, scale: Tensor, weight: Nvfp4Weight, kernels: Fp4Kernels, dtype: torch.dtype
+) -> Tensor:
+    """y [padded rows, N] in `dtype` from a quantised activation."""
     y = kernels.matmul(
         codes_x,
-        F.pad(weight.codes, (0, missing)),
+        F.pad(weight.codes, (0, codes_x.shape[1] - weight.codes.shape[1])),
         tensor_scale_a=scale,
         tensor_scale_b=weight.global_scale,
         block_scale_a=scales_x,
         block_scale_b=weight.scales.view(torch.float8_e4m3fn),
-        out_dtype=x_MK.dtype,
+        out_dtype=dtype,
     )
-    return y[: x_MK.shape[0], : weight.shape[0]]
+    return y[:, : weight.shape[0]]
 
 
 def choose_linear(

@@ -5,7 +5,9 @@ hidden  each rank gathers the modulated rows of all ranks of the request, and pr
 
 Either way the output goes back to its rows. With `groups` > 1 a rank's heads go and come in as many groups, one
 while attention works on another. The codec "int8" sends codes and a scale a block: approximate, only where asked for.
-Where sp is 1 no heads move, and all of this is one and the same.
+With rows "packed" what is gathered, hidden rows and those of a tp group, goes as the FP4 codes and block scales that an
+NVFP4 product takes, where it is one: the same result from 3.56 times fewer bytes. Where sp is 1 no heads move, and the
+variants are one.
 """
 
 from dataclasses import dataclass
@@ -15,6 +17,7 @@ from h3dist.plan.layout import Layout
 
 VARIANTS = ("heads", "hidden")
 CODECS = ("none", "int8")
+ROWS = ("plain", "packed")
 AUTO = "auto"
 CODED_ROWS = 16  # rows of one head that share a scale
 SCALE_BYTES = 4  # float32
@@ -28,9 +31,10 @@ class ExchangePlan:
     variant: str = "heads"
     groups: int = 1
     codec: str = "none"
+    rows: str = "plain"
 
     def __post_init__(self) -> None:
-        for name, choices in (("variant", VARIANTS), ("codec", CODECS)):
+        for name, choices in (("variant", VARIANTS), ("codec", CODECS), ("rows", ROWS)):
             value = getattr(self, name)
             if value not in choices:
                 raise ConfigError(f"exchange.{name}={value}: use {' or '.join(choices)}{nearest(value, choices)}")
@@ -54,25 +58,26 @@ class ExchangePlan:
 
     def __str__(self) -> str:
         coded = "" if self.codec == "none" else f" as {self.codec} codes (approximate)"
-        return f"{self.variant} in {self.groups} group{'s' * (self.groups > 1)}{coded}"
+        packed = ", rows packed" if self.rows == "packed" else ""
+        return f"{self.variant} in {self.groups} group{'s' * (self.groups > 1)}{coded}{packed}"
 
 
 PLAIN = ExchangePlan()
 
 
-def choose_exchange(variant: str, groups: str, codec: str) -> ExchangePlan:
+def choose_exchange(variant: str, groups: str, codec: str, rows: str = ROWS[0]) -> ExchangePlan:
     """What the configuration's `exchange` means where nothing is known of the machine. Raises ConfigError.
 
     "auto" is then the plain way: heads, in one group.
     """
-    return open_exchanges(variant, groups, codec)[0]
+    return open_exchanges(variant, groups, codec, rows)[0]
 
 
-def open_exchanges(variant: str, groups: str, codec: str) -> tuple[ExchangePlan, ...]:
+def open_exchanges(variant: str, groups: str, codec: str, rows: str = ROWS[0]) -> tuple[ExchangePlan, ...]:
     """Every exchange that the configuration leaves to be chosen from, the plainest first. Raises ConfigError.
 
-    A codec is taken where it is named, and never otherwise.
+    A codec, and packed rows, are taken where they are named, and never otherwise.
     """
     variants = VARIANTS if variant == AUTO else (variant,)
     numbers = GROUPS if groups == AUTO else (int(groups),)
-    return tuple(ExchangePlan(each, number, codec) for each in variants for number in numbers)
+    return tuple(ExchangePlan(each, number, codec, rows) for each in variants for number in numbers)

@@ -18,7 +18,7 @@ from h3dist.plan.gemm import resident_bytes
 from h3dist.plan.layout import Layout, Span, ffn_split, split_heads, split_rows
 from h3dist.plan.memory import CUDA_RESERVE, Stored, estimate, weight_bytes
 from h3dist.plan.traffic import ELEMENT_BYTES, Work, sent
-from h3dist.plan.weights import bytes_per_weight, file_bytes
+from h3dist.plan.weights import bytes_per_weight, file_bytes, packed_inputs
 
 if TYPE_CHECKING:
     from h3dist.checkpoint.comfy import DenoiserDims, DenoiserFile
@@ -63,6 +63,7 @@ class Plan:
     exchange: ExchangePlan  # as asked for, whatever the layout
     fp4: int  # linears computed in FP4, all blocks together
     amax: int  # those of them whose activation scale all ranks agree on
+    packed: tuple[int, int]  # blocks whose QKV, and whose fc1, take rows that were gathered as codes
     stored: Stored
     shares: tuple[Share, ...]
     memory: tuple[dict[str, int], ...]  # bytes of each rank at each stage, estimated
@@ -78,6 +79,11 @@ class Plan:
     def gemm(self) -> str:
         """How the blocks' linears are multiplied: dense, nvfp4, fp8 or int8."""
         return self.stored.gemm
+
+    @property
+    def packs_rows(self) -> bool:
+        """Whether any rows that move between ranks go as codes."""
+        return any(self.packed) and (self.layout.tp > 1 or self.exchange.hidden_on(self.layout))
 
     @property
     def peaks(self) -> tuple[int, ...]:
@@ -136,7 +142,8 @@ def make_plan(
     geometry = resolved.geometry
     kept_rows = sum(condition.video_rows + condition.audio_rows for condition in conditions)
     rows = text_rows + kept_rows + geometry.audio_rows + geometry.video_rows
-    work = Work(dims, layout, rows, text_rows, steps, ELEMENT_BYTES[dtype], amax, conditions, exchange)
+    packed = packed_inputs(dims, dfile) if fp4 and exchange.rows == "packed" else (0, 0)
+    work = Work(dims, layout, rows, text_rows, steps, ELEMENT_BYTES[dtype], amax, conditions, exchange, packed)
     gemm = gemm or ("nvfp4" if fp4 else "dense")
     held = resident_bytes(gemm, dims, bytes_per_weight(dims, dfile))
     stored = Stored(held, reserve, **(files or {}), gemm=gemm)
@@ -157,10 +164,11 @@ def make_plan(
         exchange=exchange,
         fp4=fp4,
         amax=amax,
+        packed=packed,
         stored=stored,
         shares=shares,
         memory=tuple(estimate(work, stored, share, geometry) for share in shares),
-        notes=_notes(resolved, dfile, files or {}),
+        notes=(*_notes(resolved, dfile, files or {}), *_unpacked(exchange, packed)),
         reasons=_reasons(mode, layout, shares),
     )
     return with_decode(plan)
@@ -198,6 +206,7 @@ def relayout(plan: Plan, layout: Layout) -> Plan:
         plan.amax,
         plan.conditions,
         plan.exchange,
+        plan.packed,
     )
     shares = tuple(_fill(share, work, plan.stored) for share in split(work))
     memory = tuple(estimate(work, plan.stored, share, plan.geometry) for share in shares)
@@ -225,6 +234,11 @@ def _notes(resolved: "Resolved", dfile: "DenoiserFile | None", files: dict[str, 
     if missing:
         notes.append(f"memory of rank 0 leaves out {', '.join(missing)}: no file there")
     return tuple(notes)
+
+
+def _unpacked(exchange: ExchangePlan, packed: tuple[int, int]) -> tuple[str, ...]:
+    idle = exchange.rows == "packed" and not any(packed)
+    return ("exchange.rows=packed changes nothing here: no product takes NVFP4 rows",) if idle else ()
 
 
 def _reasons(mode: str | None, layout: Layout, shares: tuple[Share, ...]) -> tuple[str, ...]:

@@ -19,7 +19,10 @@ over sp > 1, there is no heads.to, rows.gather is halved (the MLP's alone), and 
 
     hidden.gather ceil(S / n) * hidden * e * (n - 1)  a block, before attention
 
-so Ulysses (tp = 1, g = s_r, Ht = H) sends (3 s_r (H - h_r) + (S - s_r) h_r) D e a block; where all divides,
+With packed rows a row that an FP4 product takes goes as c / 2 bytes of codes and c / 16 of scales in the place of
+hidden * e, where c is hidden up to a multiple of 32.
+
+So Ulysses (tp = 1, g = s_r, Ht = H) sends (3 s_r (H - h_r) + (S - s_r) h_r) D e a block; where all divides,
 its mean over P ranks is 4 S H D e (P - 1) / P^2.
 """
 
@@ -48,6 +51,7 @@ LABELS = (
 )
 ELEMENT_BYTES = {"float32": 4, "bfloat16": 2}
 FLOAT = 4
+FP4_COLUMNS, FP4_BLOCK = 32, 16  # columns of an FP4 operand are a multiple of 32; 16 of them share a scale of a byte
 
 
 @dataclass(frozen=True)
@@ -63,6 +67,7 @@ class Work:
     amax: int  # linears whose activations are quantised with a scale that all ranks agree on, all blocks together
     conditions: tuple[Condition, ...] = ()
     exchange: ExchangePlan = PLAIN
+    packed: tuple[int, int] = (0, 0)  # blocks whose QKV, and whose fc1, take packed rows
 
     @property
     def hidden(self) -> bool:
@@ -91,21 +96,29 @@ def sent(work: Work, share: "Share") -> dict[str, int]:
     dims, layout, e = work.dims, work.layout, work.element
     blocks, first = dims.layers * work.steps, share.rank % layout.ranks == 0
     held, heads = _length(share.tp_heads), _length(share.heads)
-    wire = 2 * min(work.chunk, _length(share.group_rows)) * dims.hidden * e * (layout.tp - 1)
+    piece = min(work.chunk, _length(share.group_rows)) * (layout.tp - 1)
+    qkv, fc1 = row_bytes(dims, e, work.packed)
     outputs = 4 * dims.video_channels + dims.audio_channels
     one_head = [work.exchange.head_bytes(rows, dims.head_dim, e) for rows in work.group_rows]
     mine = one_head[share.sp_index]
     return {
         "text": work.text_rows * dims.hidden * e * (layout.ranks - 1) if first else 0,
         "conditions": FLOAT * sum(map(prod, work.kept_shapes.values())) * (layout.ranks - 1) if first else 0,
-        "rows.gather": blocks * wire // (2 if work.hidden else 1),
-        "rows.reduce": blocks * wire,
-        "hidden.gather": blocks * work.chunk * dims.hidden * e * (layout.ranks - 1) if work.hidden else 0,
+        "rows.gather": work.steps * piece * (fc1 if work.hidden else qkv + fc1),
+        "rows.reduce": blocks * piece * 2 * dims.hidden * e,
+        "hidden.gather": work.steps * work.chunk * qkv * (layout.ranks - 1) if work.hidden else 0,
         "heads.to": 0 if work.hidden else blocks * 3 * (held - heads) * mine,
         "heads.from": blocks * heads * (sum(one_head) - mine),
         "amax": work.steps * work.amax * FLOAT * (layout.ranks - 1),
         "outputs": work.steps * work.chunk * outputs * FLOAT * (layout.ranks - 1),
     }
+
+
+def row_bytes(dims: "DenoiserDims", element: int, packed: tuple[int, int]) -> tuple[int, int]:
+    """Bytes of one row that is gathered for QKV, and for fc1, in all blocks of an evaluation together."""
+    plain, columns = dims.hidden * element, -(-dims.hidden // FP4_COLUMNS) * FP4_COLUMNS
+    qkv, fc1 = (dims.layers * plain + count * (columns // 2 + columns // FP4_BLOCK - plain) for count in packed)
+    return qkv, fc1
 
 
 def _length(span: tuple[int, int]) -> int:

@@ -143,5 +143,14 @@ def fp4_linears(
     return len(fp4), sum(f"{name}.input_scale" not in dfile.tensors for name in fp4)
 
 
+def packed_inputs(dims: "DenoiserDims", dfile: "DenoiserFile | None") -> tuple[int, int]:
+    """Of how many blocks QKV, and fc1, are FP4 products where devices have such: these can take packed rows."""
+    if dfile is None:
+        return dims.layers, dims.layers
+    names = ([f"blocks.{block}.{name}" for block in range(dims.layers)] for name in (LINEARS[0], LINEARS[2]))
+    qkv, fc1 = (sum(_quantises(dfile.linears[name].config) for name in each) for each in names)
+    return qkv, fc1
+
+
 def _quantises(marker: Mapping[str, Any] | None) -> bool:
     return marker is not None and marker["format"] == "nvfp4" and not marker["full_precision_matrix_mult"]

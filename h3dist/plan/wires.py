@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from h3dist.plan.plan import Plan
 from h3dist.plan.rates import DeviceRates, LinkRates, Rates
-from h3dist.plan.traffic import ELEMENT_BYTES, FLOAT
+from h3dist.plan.traffic import ELEMENT_BYTES, FLOAT, row_bytes
 from h3dist.topology import Link
 
 Bytes = dict[tuple[int, int], int]  # (from rank, to rank) -> bytes
@@ -77,19 +77,21 @@ def moves(plan: Plan) -> tuple[Move, ...]:
     """The collectives of one evaluation, as `traffic` counts them."""
     dims, layout, e = plan.dims, plan.layout, ELEMENT_BYTES[plan.dtype]
     outputs = plan.chunk * (4 * dims.video_channels + dims.audio_channels) * FLOAT
-    row = dims.hidden * e
+    qkv, fc1 = (total // dims.layers for total in row_bytes(dims, e, plan.packed))
     group = [_length(share.group_rows) for share in plan.shares]
     heads = [_length(share.heads) for share in plan.shares]
     piece = [min(plan.chunk, rows) for rows in group]
     within, across, everyone = map(_pairs, (layout.tp_groups(), layout.sp_groups(), layout.request_groups()))
     hidden = plan.exchange.hidden_on(layout)
-    rows = {(a, b): piece[a] * row for a, b in within}
+    rows = {(a, b): piece[a] * dims.hidden * e for a, b in within}
+    taken = (fc1,) if hidden else (qkv, fc1)  # of one kind in all known files
+    gathers = {(a, b): piece[a] * sum(taken) // len(taken) for a, b in within}
     head = [plan.exchange.head_bytes(count, dims.head_dim, e) for count in group]
     to = {(a, b): 3 * head[a] * heads[b] for a, b in across}
     return (
-        Move("rows.gather", (1 if hidden else 2) * dims.layers, layout.tp, rows),
+        Move("rows.gather", len(taken) * dims.layers, layout.tp, gathers),
         Move("rows.reduce", 2 * dims.layers, layout.tp, rows),
-        Move("hidden.gather", dims.layers, layout.ranks, dict.fromkeys(everyone, plan.chunk * row) if hidden else {}),
+        Move("hidden.gather", dims.layers, layout.ranks, dict.fromkeys(everyone, plan.chunk * qkv) if hidden else {}),
         Move("heads.to", dims.layers, layout.sp, {} if hidden else to),
         Move("heads.from", dims.layers, layout.sp, {(a, b): head[b] * heads[a] for a, b in across}),
         Move("amax", plan.amax, layout.ranks, dict.fromkeys(everyone, FLOAT)),
