@@ -13,6 +13,7 @@ import numpy as np
 from h3dist.conditions import Condition
 from h3dist.errors import RequestError
 from h3dist.fitting import Size, cover, fit_keyframe, fit_reference, reference_frames
+from h3dist.intake import naming
 from h3dist.media import read_film, read_image, read_sound
 from h3dist.request import Keyframe, Reference, Resolved
 
@@ -59,9 +60,14 @@ def _reference(item: Reference, resolved: Resolved, contract: str) -> Condition:
 
 
 def read_material(resolved: Resolved, conditions: tuple[Condition, ...]) -> list[Material]:
-    """What `conditions_of` told of, read and fitted. Raises RequestError for a damaged file."""
-    items = (*resolved.keyframes, *resolved.references)
-    return [_read(item, condition) for item, condition in zip(items, conditions, strict=True)]
+    """What `conditions_of` told of, read and fitted. Raises RequestError for a damaged file, with its field."""
+    items = [(item.where, item) for item in resolved.keyframes]
+    items += [(f"references[{place}]", item) for place, item in enumerate(resolved.references)]
+    made = []
+    for (where, item), condition in zip(items, conditions, strict=True):
+        with naming(where):
+            made.append(_read(item, condition))
+    return made
 
 
 def _read(item: Keyframe | Reference, condition: Condition) -> Material:
