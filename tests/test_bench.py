@@ -126,6 +126,26 @@ def test_no_part_is_begun_once_the_time_is_up():
     assert set(found["shapes"][0]["failed"].values()) == {LEFT_OUT} and found["failed"] == {"diffusers": LEFT_OUT}
 
 
+def test_steps_done_otherwise_stand_beside_the_plain_one():
+    """Exact ones equal it; rounded ones are as far off as their formats; what cannot be here says why."""
+    found = run_suite(replace(SPEC, variants=True, blocks=2, repeats=1))
+    entry = found["shapes"][0]
+    assert entry["blocks"] == 2 and entry["variants"].keys() == {"ahead", "gemm.fp8", "gemm.int8"}
+    errors = {name: variant["error"] for name, variant in entry["variants"].items()}
+    assert errors["ahead"] == 0 and 0.01 < errors["gemm.fp8"] < 0.05 and 0.003 < errors["gemm.int8"] < 0.02
+    told = entry["ratios"]["variants"]["gemm.fp8"]
+    assert told["step_to_floor"] * entry["ratios"]["floor_seconds"] == pytest.approx(
+        entry["variants"]["gemm.fp8"]["seconds"]
+    )
+    assert entry["ratios"]["floor_products"] == "products" and entry["ratios"]["floor_attention"] == "sdpa"
+    assert {"products_fp8", "products_int8", "weights.fp8", "weights.int8"} <= entry["parts"].keys()
+    assert {"fused+ahead", "fused+ahead, flash4", "gemm.fp8, fused, cudnn_fp8"} <= entry["failed"].keys()
+    assert "CUDA" in entry["failed"]["fused"] and "CUDA" in entry["absent"]["flash4"]
+    assert entry["parts"]["attention.sdpa"]["error"] < 1e-6 and entry["parts"]["attention.sdpa"]["wrong"] is None
+    text = summary(found)
+    assert "| gemm.int8 |" in text and "| step | ms | x floor |" in text
+
+
 def test_the_elementwise_part_computes_no_product(monkeypatch):
     """Neither products, attention nor exchange are called: their time would count as memory's."""
     with Comm.connect(Ranks(), Layout(), CPU, backend="auto") as comm:

@@ -11,7 +11,7 @@ from oracle import transformer
 from tiny_model import TEXT_DIM, OracleStep, error, oracle_step, random_state, write
 from torch import Tensor
 
-from h3dist.attention import registry
+from h3dist.attention.sdpa import sdpa
 from h3dist.checkpoint.comfy import DenoiserFile, open_denoiser
 from h3dist.checkpoint.tiny import write_tiny
 from h3dist.geometry import Geometry
@@ -85,7 +85,7 @@ def build(case: Case, dtype: torch.dtype = torch.float32, device: str = "cpu") -
         share,
         tables(case.dfile, TIMES_V, TIMES_A, device=device, dtype=dtype),
         Alone(),
-        registry.get("sdpa", device, dtype),
+        sdpa,
         refine_text(case.dfile, case.states, device),
     )
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import torch
-
 from h3dist.attention import (
     cudnn_fp8,
     flash2,
@@ -18,7 +16,7 @@ from h3dist.attention import (
     sdpa_flash,
     sol,
 )
-from h3dist.attention.backend import Attention, Backend, Task
+from h3dist.attention.backend import Backend, Task
 from h3dist.attention.sliced import sliced
 from h3dist.errors import ConfigError, H3Error, MissingDependency, nearest
 
@@ -53,13 +51,3 @@ def why_not(backend: Backend, task: Task) -> H3Error | None:
         return ConfigError(f"attention={backend.name} cannot be used here: {reason}; attention=sdpa runs everywhere")
     reason = backend.lacks(task)
     return None if reason is None else MissingDependency(f"attention={backend.name}: {reason}")
-
-
-def get(name: str, device: torch.device, dtype: torch.dtype) -> Attention:
-    """The attention function called `name`, for tensors of this device and dtype and no shape in particular."""
-    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
-    backend, task = find(name), Task(0, 0, 128, dtype, device, capability)
-    error = why_not(backend, task)
-    if error is not None:
-        raise error
-    return backend.build(task, None)

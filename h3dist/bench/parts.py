@@ -15,13 +15,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from h3dist.attention.backend import Attention
-from h3dist.attention.registry import BACKENDS
+from h3dist.attending import task_of
+from h3dist.attention.backend import Attention, Backend, Task
+from h3dist.attention.check import compare
 from h3dist.bench.timing import Clock
 from h3dist.checkpoint.formats import Weight
 from h3dist.model.block import run_block
 from h3dist.model.denoiser import Denoiser
+from h3dist.model.elementwise import PLAIN, Elementwise
 from h3dist.model.linear import dense_linear
+from h3dist.model.narrow import narrow_linear, narrowed
 from h3dist.model.weights import BlockWeights
 from h3dist.plan import Plan, Share
 from h3dist.plan.cost import attention_flops, dequantised_bytes, elementwise_bytes, product_flops
@@ -54,6 +57,11 @@ class Bench:
         return self.denoiser.weights.blocks[0]
 
     @property
+    def task(self) -> Task:
+        """What the plan asks of attention."""
+        return task_of(self.plan, self.share.rank, self.device)
+
+    @property
     def group(self) -> int:
         """Rows of the tp group."""
         return self.share.group_rows[1] - self.share.group_rows[0]
@@ -74,6 +82,16 @@ def products(bench: Bench) -> dict[str, Any]:
     return found | {"all": _sum(found, product_flops(bench.plan, bench.share) / bench.plan.dims.layers)}
 
 
+def narrow_products(bench: Bench, gemm: str) -> dict[str, Any]:
+    """The same linears in FP8 or int8, rounding of the activations included."""
+    linear, found = narrow_linear(gemm, cuda=bench.device.type == "cuda"), {}
+    for name, weight in _linears(bench.block):
+        small, x_MK = narrowed(weight, gemm, bench.dtype), bench.normal(bench.group, weight.shape[1])
+        timing = bench.clock.time(lambda x=x_MK, w=small: linear(x, w))
+        found[name] = _rated(timing.as_dict(), 2.0 * bench.group * weight.shape[0] * weight.shape[1])
+    return found | {"all": _sum(found, product_flops(bench.plan, bench.share) / bench.plan.dims.layers)}
+
+
 def fp4_products(bench: Bench) -> dict[str, Any]:
     """The same linears as the run computes them in FP4, quantisation and agreement included."""
     linear, found = bench.denoiser.view.linear, {}
@@ -85,27 +103,19 @@ def fp4_products(bench: Bench) -> dict[str, Any]:
     return found | {"all": _sum(found, product_flops(bench.plan, bench.share) / bench.plan.dims.layers)}
 
 
-def attention(bench: Bench, name: str) -> dict[str, Any]:
-    """One block's attention by a backend of the registry, all rows and this rank's heads."""
-    backend = BACKENDS[name]
-    return _attention(bench, backend.fn) | {"exact": backend.exact}
+def attention(bench: Bench, backend: Backend) -> dict[str, Any]:
+    """One block's attention by a backend, all rows and this rank's heads; how far from exact on normal numbers.
 
-
-def flash4(bench: Bench) -> dict[str, Any]:
-    """The same by flash-attn-4, a yardstick where that package is installed."""
-    from flash_attn.cute import flash_attn_func
-
-    def call(q_ShD: Tensor, k_ShD: Tensor, v_ShD: Tensor) -> Any:
-        return flash_attn_func(q_ShD[None], k_ShD[None], v_ShD[None])
-
-    return _attention(bench, call) | {"exact": True}
-
-
-def _attention(bench: Bench, call: Any) -> dict[str, Any]:
-    heads = bench.share.heads[1] - bench.share.heads[0]
-    q_ShD, k_ShD, v_ShD = (bench.normal(bench.plan.rows, heads, bench.plan.dims.head_dim) for _ in range(3))
+    `kernel`: what its probe found, if it has one.
+    """
+    found = backend.probe(bench.task)
+    call = backend.build(bench.task, found)
+    shape = (bench.plan.rows, bench.task.heads, bench.task.head_dim)
+    q_ShD, k_ShD, v_ShD = (bench.normal(*shape) for _ in range(3))
+    _, finding = compare(call, q_ShD, k_ShD, v_ShD, backend.bound or float("inf"))
     timing = bench.clock.time(lambda: call(q_ShD, k_ShD, v_ShD))
-    return _rated(timing.as_dict(), attention_flops(bench.plan, bench.share) / bench.plan.dims.layers)
+    told = {"exact": backend.exact, "kernel": found, "error": finding.error, "wrong": finding.wrong}
+    return _rated(timing.as_dict(), attention_flops(bench.plan, bench.share) / bench.plan.dims.layers) | told
 
 
 def dequantise(bench: Bench) -> dict[str, Any]:
@@ -147,14 +157,18 @@ class Still:
         return out_sO
 
 
-def elementwise(bench: Bench) -> dict[str, Any]:
+def elementwise(bench: Bench, way: Elementwise = PLAIN) -> dict[str, Any]:
     """A block with its products, attention and exchange taken out: norms, modulation, rotation, gates."""
     results = {weight.shape: bench.normal(bench.group, weight.shape[0]) for _, weight in _linears(bench.block)}
 
     def linear(x_MK: Tensor, weight: Weight) -> Tensor:
         return results[weight.shape]
 
-    view = replace(bench.denoiser.view, linear=linear, attention=lambda q, k, v: q, exchange=Still(bench))
+    held = bench.share.tp_heads[1] - bench.share.tp_heads[0]
+    out = bench.normal(bench.group, held, bench.plan.dims.head_dim)
+    still = {"linear": linear, "attention": lambda q, k, v: out, "exchange": Still(bench)}
+    rotation = way.prepare(bench.denoiser.view.rotation)
+    view = replace(bench.denoiser.view, **still, elementwise=way, rotation=rotation)
     x_sC = bench.normal(bench.share.rows[1] - bench.share.rows[0], bench.plan.dims.hidden)
     table = bench.denoiser.modulation.blocks[0][0]
     timing = bench.clock.time(lambda: run_block(x_sC, bench.block, table, view))

@@ -14,7 +14,12 @@ from h3dist.plan.cost import elementwise_bytes
 from h3dist.plan.rates import TABLE, DeviceRates, Rates, read_rates
 
 Row = dict[str, Any]
-RATED = {"products": "product", "products_fp4": "product.nvfp4"}
+RATED = {
+    "products": "product",
+    "products_fp4": "product.nvfp4",
+    "products_fp8": "product.fp8",
+    "products_int8": "product.int8",
+}
 
 
 def read_record(path: Path) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from h3dist.errors import ConfigError
 from h3dist.geometry import Geometry, align_frames, nearest_multiples
 from h3dist.plan import Layout, Plan, fp4_linears, make_layout, make_plan, released_dims
+from h3dist.plan.gemm import choose_gemm
 
 if TYPE_CHECKING:
     from h3dist.checkpoint.comfy import DenoiserDims
@@ -29,7 +30,8 @@ class Clip:
 
 @dataclass(frozen=True)
 class Spec:
-    """One benchmark. `limit`: seconds after which no further part is begun."""
+    """One benchmark. `limit`: seconds after which no further part is begun. `blocks`: fewer than the model's, in which
+    a step is in proportion. `variants`: also whole steps done otherwise, see `variants`."""
 
     shapes: tuple[str, ...]
     mode: str = "auto"
@@ -43,6 +45,8 @@ class Spec:
     text_rows: int = 400
     repeats: int = 5
     diffusers: bool = False
+    variants: bool = False
+    blocks: int | None = None
     limit: float = 440.0
     seed: int = 0
 
@@ -54,16 +58,30 @@ class Spec:
     @property
     def dims(self) -> "DenoiserDims":
         """The sizes of the model: released, or small with every oddity that a split can meet."""
-        return released_dims() if self.size == "released" else replace(released_dims(), **SMALL)
+        sizes = {} if self.size == "released" else SMALL
+        return replace(released_dims(), **sizes | ({"layers": self.blocks} if self.blocks else {}))
 
     def layout(self, world: int) -> Layout:
         """The layout of `world` ranks. Raises `PlanError`."""
         return make_layout(self.mode, world, self.sp, self.tp, self.dims)
 
-    def plan(self, shape: str, layout: Layout, *, dtype: str, capability: tuple[int, int] | None, steps: int) -> Plan:
-        """The plan of `steps` evaluations of a shape, on devices of a compute capability (None: a CPU)."""
-        fp4, amax = fp4_linears(self.dims, None, capability, dtype)
-        options = {"dtype": dtype, "attention": self.attention, "steps": steps, "fp4": fp4, "amax": amax}
+    def plan(
+        self,
+        shape: str,
+        layout: Layout,
+        *,
+        dtype: str,
+        capability: tuple[int, int] | None,
+        steps: int,
+        gemm: str = "auto",
+    ) -> Plan:
+        """The plan of `steps` evaluations of a shape, on devices of a compute capability (None: a CPU).
+
+        Raises ConfigError for products that they cannot do.
+        """
+        gemm = choose_gemm(gemm, capability, dtype)
+        fp4, amax = fp4_linears(self.dims, None, capability, dtype) if gemm == "nvfp4" else (0, 0)
+        options = {"dtype": dtype, "attention": self.attention, "steps": steps, "fp4": fp4, "amax": amax, "gemm": gemm}
         return make_plan(Clip(parse_shape(shape)), self.dims, self.text_rows, layout, **options)
 
 

@@ -6,22 +6,24 @@ The same code as a run's denoise stage, without checkpoint files: Plan, Comm, De
 import hashlib
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from statistics import median
 
 import torch
 from torch import Tensor
 
-from h3dist.attention.registry import get as attention_backend
+from h3dist.attending import task_of
+from h3dist.attention.registry import find, why_not
 from h3dist.comm import Comm
 from h3dist.model.denoiser import Denoiser
-from h3dist.model.linear import choose_linear, dense_linear
+from h3dist.model.fused import choose_elementwise
+from h3dist.model.linear import linear_of_run
+from h3dist.model.packed import packing
 from h3dist.model.random_weights import random_denoiser, random_modulation
-from h3dist.model.weights import DenoiserWeights
+from h3dist.model.weights import DenoiserWeights, narrow_block
 from h3dist.packing import pack_t2va
 from h3dist.plan import Plan
-from h3dist.plan.weights import FP4_CAPABILITY
 from h3dist.sampling.noise import draw
 from h3dist.sampling.samplers import sample
 from h3dist.sampling.schedules import make_schedule
@@ -59,19 +61,46 @@ def measure_steps(plan: Plan, comm: Comm, device: torch.device, *, seed: int = 0
 
 
 def random_run(plan: Plan, comm: Comm, device: torch.device, *, seed: int = 0) -> Denoiser:
-    """This rank's denoiser on random NVFP4 weights, tied to its peers: what a run has when it begins to denoise."""
-    dtype, share = getattr(torch, plan.dtype), plan.shares[comm.rank]
-    exchange = comm.exchange(plan)
+    """This rank's denoiser on random weights, tied to its peers: what a run has when it begins to denoise."""
+    return denoiser_of(random_weights(plan, comm.rank, device, seed=seed), plan, comm, seed=seed)
+
+
+def random_weights(plan: Plan, rank: int, device: torch.device, *, seed: int = 0) -> DenoiserWeights:
+    """A rank's random NVFP4 weights, rounded where the plan's products take them so."""
+    dtype = getattr(torch, plan.dtype)
+    weights = random_denoiser(plan.dims, plan.shares[rank], seed=seed, device=device, dtype=dtype)
+    return replace(weights, blocks=tuple(narrow_block(block, plan.gemm, dtype) for block in weights.blocks))
+
+
+def denoiser_of(
+    weights: DenoiserWeights, plan: Plan, comm: Comm, *, seed: int = 0, fused: bool = False, ahead: bool = False
+) -> Denoiser:
+    """The denoiser of a plan on these weights. `fused`, `ahead`: the halves of `runtime.fused`.
+
+    Raises what an attention backend, a product or the fused path raises that cannot be here.
+    """
+    device, share, exchange = weights.device, plan.shares[comm.rank], comm.exchange(plan)
+    backend, task = find(plan.attention), task_of(plan, comm.rank, device)
+    error = why_not(backend, task)
+    if error is not None:
+        raise error
     return Denoiser(
-        random_denoiser(plan.dims, share, seed=seed, device=device, dtype=dtype),
+        weights,
         pack_t2va(plan.geometry, (TEXT_TAG,) * plan.text_rows),
         share,
-        random_modulation(plan.dims, plan.steps, seed=seed, device=device, dtype=dtype),
+        random_modulation(plan.dims, plan.steps, seed=seed, device=device, dtype=weights.dtype),
         exchange,
-        attention_backend(plan.attention, device, dtype),
+        backend.build(task, comm.share(backend.probe(task) if comm.rank == 0 else None)),
         _text_rows(plan, seed),
-        choose_linear(FP4_CAPABILITY, exchange, dtype) if plan.fp4 else dense_linear,
+        packing(linear_of_run(plan, weights, task.capability, exchange, ahead=ahead), plan),
+        elementwise=choose_elementwise("on" if fused else "off", device),
     )
+
+
+def velocity(denoiser: Denoiser, plan: Plan, *, seed: int = 0) -> Tensor:
+    """What the denoiser gives at the first evaluation, both streams, flat float32 on the CPU."""
+    video, audio = (x.to(denoiser.weights.device) for x in draw("comfy", seed, plan.geometry))
+    return torch.cat([part.flatten() for part in denoiser(video, audio, 0)]).float().cpu()
 
 
 def run_steps(denoiser: Denoiser, plan: Plan, comm: Comm, *, seed: int = 0) -> Measured:

@@ -10,28 +10,34 @@ import gc
 import platform
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
+from functools import partial
 from typing import Any
 
 import torch
 
 from h3dist import __version__
-from h3dist.attention.registry import BACKENDS
-from h3dist.bench import parts, rival
+from h3dist.attention.registry import WHOLE
+from h3dist.bench import parts, rival, variants
 from h3dist.bench.spec import Spec
-from h3dist.bench.steps import TEXT_TAG, Measured, random_run, run_steps
+from h3dist.bench.steps import TEXT_TAG, Measured, random_run, random_weights, run_steps, velocity
 from h3dist.bench.timing import Clock, Timing
+from h3dist.bench.variants import capability_of
 from h3dist.comm import Comm
 from h3dist.errors import RankError
+from h3dist.model.fused import choose_elementwise
+from h3dist.model.weights import DenoiserWeights
 from h3dist.packing import pack_t2va
 from h3dist.plan import Layout, Plan
+from h3dist.plan.gemm import NARROW
 from h3dist.provenance import commit, version_of
 from h3dist.topology import read_topology, visible_devices
 
 FORM, VERSION = "h3dist-bench", 1
 LEFT_OUT = "left out: the time was up"
+ATTENTION_PACKAGES = ("flash-attn", "flash-attn-4", "sageattention", "sageattn3", "nvidia-cudnn-frontend")
 
 
 @dataclass
@@ -44,9 +50,10 @@ class Suite:
     device: torch.device
     keep: Callable[[Mapping[str, Any]], None] = lambda record: None
     begun: float = field(default_factory=time.monotonic)
+    _velocities: dict[int, torch.Tensor] = field(default_factory=dict)  # of the plain steps, by rows
 
     def run(self) -> dict[str, Any]:
-        """Every shape, our parts first, then diffusers' model at all of them."""
+        """Every shape: our parts and steps, then diffusers' model at all of them, then steps on rounded weights."""
         record = {
             "form": FORM,
             "version": VERSION,
@@ -61,6 +68,8 @@ class Suite:
             self.keep(record)
         if self.spec.diffusers and self.layout.world == 1:
             self._rivals(record)
+        if self.spec.variants:
+            self._rounded(record)
         record["seconds"] = round(time.monotonic() - self.begun, 1)
         self.keep(record)
         return record
@@ -79,10 +88,9 @@ class Suite:
         shown = {gpu.index for gpu in visible_devices()[: self.layout.world]}
         return sorted({link.kind for link in read_topology().links if {link.a, link.b} <= shown})
 
-    def _plan(self, shape: str) -> Plan:
-        capability = torch.cuda.get_device_capability(self.device) if self.device.type == "cuda" else None
-        steps = self.spec.repeats + 1
-        return self.spec.plan(shape, self.layout, dtype=self.dtype, capability=capability, steps=steps)
+    def _plan(self, shape: str, gemm: str = "auto") -> Plan:
+        common = {"dtype": self.dtype, "capability": capability_of(self.device), "steps": self.spec.repeats + 1}
+        return self.spec.plan(shape, self.layout, **common, gemm=gemm)
 
     def _shape(self, shape: str) -> dict[str, Any]:
         plan = self._plan(shape)
@@ -93,7 +101,13 @@ class Suite:
             "fp4": plan.fp4,
             "attention": plan.attention,
         }
-        entry |= {"parts": {}, "failed": {}, "seconds_in": round(time.monotonic() - self.begun, 1)}
+        entry |= {
+            "parts": {},
+            "variants": {},
+            "failed": {},
+            "absent": {},
+            "seconds_in": round(time.monotonic() - self.begun, 1),
+        }
         self._measure(plan, entry)
         self._free()
         entry["ratios"] = ratios(entry)
@@ -112,26 +126,68 @@ class Suite:
 
         self._do(entry, "weights", make)
         for bench in held:
+            entry["absent"] = {b.name: b.refuses(bench.task) or b.lacks(bench.task) for b in WHOLE}
+            entry["absent"] = {name: reason for name, reason in entry["absent"].items() if reason}
             for name, work in self._parts(bench).items():
                 self._do(entry, name, work)
             self._do(entry, "step", lambda bench=bench: self._step(bench))
+            if self.spec.variants:
+                self._velocities[plan.rows] = velocity(bench.denoiser, plan, seed=self.spec.seed)
+                for variant in variants.EXACT:
+                    self._vary(entry, variant, bench.denoiser.weights, plan)
+
+    def _vary(self, entry: dict[str, Any], variant: variants.Variant, weights: DenoiserWeights, plan: Plan) -> None:
+        """One way to do a step otherwise, or why there is none."""
+        plain = self._velocities.get(plan.rows)
+
+        def work() -> dict[str, Any]:
+            return variants.measure(variant, weights, plan, self.comm, self.spec.seed, plain)
+
+        self._do(entry, variant.name, work, into="variants")
+
+    def _rounded(self, record: dict[str, Any]) -> None:
+        """Steps on weights rounded to fp8 and int8, at every shape; the weights are made once for each."""
+        for entry in record["shapes"]:
+            for gemm in NARROW:
+                chosen = [variant for variant in variants.ROUNDED if variant.gemm == gemm]
+                self._round(entry, gemm, chosen)
+            entry["ratios"] = ratios(entry)
+            self.keep(record)
+
+    def _round(self, entry: dict[str, Any], gemm: str, chosen: Sequence[variants.Variant]) -> None:
+        made: list[tuple[Plan, DenoiserWeights]] = []
+
+        def make() -> dict[str, Any]:
+            begun, plan = time.monotonic(), self._plan(entry["shape"], gemm)
+            made.append((plan, random_weights(plan, self.comm.rank, self.device, seed=self.spec.seed)))
+            return {"seconds": time.monotonic() - begun}
+
+        self._do(entry, f"weights.{gemm}", make)
+        for plan, weights in made:
+            for variant in chosen:
+                self._vary(entry, variant, weights, plan)
+        made.clear()
+        self._free()
 
     def _parts(self, bench: parts.Bench) -> dict[str, Callable[[], Any]]:
         """What can be taken apart here, in the order of a step."""
         found: dict[str, Callable[[], Any]] = {"products": lambda: parts.products(bench)}
         if bench.plan.fp4:
             found["products_fp4"] = lambda: parts.fp4_products(bench)
-        for name, backend in BACKENDS.items():
-            if backend.refuses(self.device, bench.dtype) is None:
-                found[f"attention.{name}"] = lambda name=name: parts.attention(bench, name)
+        if self.spec.variants:
+            found |= {f"products_{gemm}": partial(parts.narrow_products, bench, gemm) for gemm in NARROW}
+        for backend in WHOLE:
+            if backend.refuses(bench.task) is None and backend.lacks(bench.task) is None:
+                found[f"attention.{backend.name}"] = partial(parts.attention, bench, backend)
         if self.device.type == "cuda":
-            found["attention.flash4"] = lambda: parts.flash4(bench)
             found["host"] = lambda: parts.host(bench)
         found |= {
             "dequantise": lambda: parts.dequantise(bench),
             "elementwise": lambda: parts.elementwise(bench),
             "copy": lambda: parts.copy(bench),
         }
+        if self.spec.variants:
+            found["elementwise.fused"] = lambda: parts.elementwise(bench, choose_elementwise("on", self.device))
         if self.layout.world > 1:
             found["exchange"] = lambda: parts.exchange(bench)
         return found
@@ -173,7 +229,7 @@ class Suite:
         held.clear()
         self._free()
 
-    def _do(self, entry: dict[str, Any], name: str, work: Callable[[], Any]) -> None:
+    def _do(self, entry: dict[str, Any], name: str, work: Callable[[], Any], *, into: str = "parts") -> None:
         """One part, or why there is none."""
         if self.comm.rank == 0:
             print(f"h3dist: {time.monotonic() - self.begun:.0f} s: {name}", file=sys.stderr, flush=True)
@@ -181,7 +237,7 @@ class Suite:
             entry["failed"][name] = LEFT_OUT
             return
         try:
-            entry["parts"][name] = work()
+            entry[into][name] = work()
         except RankError:
             raise
         except Exception as error:  # whatever it is, the other parts are worth having
@@ -207,14 +263,29 @@ def ratios(entry: Mapping[str, Any]) -> dict[str, Any]:
     if exact and products:
         best = min(exact, key=lambda name: exact[name])
         floor = blocks * (products["all"]["seconds"] + exact[best])
-        made |= {"floor_seconds": floor, "floor_attention": best}
+        kind = "products_fp4" if "products_fp4" in found else "products"
+        made |= {"floor_seconds": floor, "floor_attention": best, "floor_products": kind}
         if "step" in found:
             made["step_to_floor"] = found["step"]["seconds"] / floor
     if "step" in found and "diffusers" in found:
         made["diffusers_to_step"] = found["diffusers"]["seconds"] / found["step"]["seconds"]
     if "step" in found and exact and products:
         made["step_unexplained_seconds"] = found["step"]["seconds"] - blocks * _explained(entry)
+    if entry.get("variants"):
+        made["variants"] = varied(entry, made)
     return made
+
+
+def varied(entry: Mapping[str, Any], made: Mapping[str, Any]) -> dict[str, Any]:
+    """Each variant's step against the floor of exact ones, the plain step and diffusers', as far as those are there."""
+    others = {"plain_to_step": "step", "diffusers_to_step": "diffusers"}
+    seconds = {label: entry["parts"][name]["seconds"] for label, name in others.items() if name in entry["parts"]}
+    told: dict[str, Any] = {}
+    for name, variant in entry.get("variants", {}).items():
+        told[name] = {label: other / variant["seconds"] for label, other in seconds.items()}
+        if "floor_seconds" in made:
+            told[name]["step_to_floor"] = variant["seconds"] / made["floor_seconds"]
+    return told
 
 
 def _explained(entry: Mapping[str, Any]) -> float:
@@ -243,7 +314,7 @@ def environment(device: torch.device) -> dict[str, Any]:
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
         "cudnn": torch.backends.cudnn.version() if cuda else None,
-        "packages": {name: version_of(name) for name in ("diffusers", "comfy-kitchen", "flash-attn-4")},
+        "packages": {name: version_of(name) for name in ("diffusers", "comfy-kitchen", "triton", *ATTENTION_PACKAGES)},
         "machine": platform.machine(),
         "threads": torch.get_num_threads(),
     }

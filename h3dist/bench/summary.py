@@ -29,8 +29,25 @@ def _shape(entry: Mapping[str, Any]) -> Iterator[str]:
     for name, part in _flat(entry["parts"]):
         spread = f"{_ms(part['min'])} to {_ms(part['max'])}" if "min" in part else ""
         yield f"| {name} | {_ms(part['seconds'])} | {spread} | {_rate(part)} |"
+    yield from _variants(entry)
     yield from _ratios(entry["ratios"])
     yield from (f"failed: {name}: {why}" for name, why in entry["failed"].items())
+
+
+def _variants(entry: Mapping[str, Any]) -> Iterator[str]:
+    if not entry.get("variants"):
+        return
+    yield ""
+    yield "| step | ms | x floor | diffusers x | plain x | error of the velocity | GB resident | GB at most |"
+    yield "| --- | --- | --- | --- | --- | --- | --- | --- |"
+    for name, found in entry["variants"].items():
+        told = entry["ratios"]["variants"][name]
+        numbers = [told.get(key) for key in ("step_to_floor", "diffusers_to_step", "plain_to_step")]
+        memory = [f"{found[key] / 1e9:.2f}" for key in ("resident_bytes", "peak_bytes")]
+        error = "" if found["error"] is None else f"{found['error']:.2e}"
+        cells = [_ms(found["seconds"]), *("" if value is None else f"{value:.3f}" for value in numbers), error, *memory]
+        yield f"| {name} | {' | '.join(cells)} |"
+    yield ""
 
 
 def _flat(found: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
@@ -43,7 +60,7 @@ def _flat(found: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
 
 def _ratios(found: Mapping[str, Any]) -> Iterator[str]:
     if "step_to_floor" in found:
-        floor = f"{_ms(found['floor_seconds'])} ms, products and attention {found['floor_attention']} alone"
+        floor = f"{_ms(found['floor_seconds'])} ms, {found['floor_products']} and {found['floor_attention']} alone"
         yield f"step: {found['step_to_floor']:.3f} x its floor ({floor})"
     if "diffusers_to_step" in found:
         yield f"diffusers: {found['diffusers_to_step']:.3f} x our step"

@@ -26,6 +26,10 @@ def bench(
     text_rows: Annotated[int, typer.Option("--text-rows", min=1, help="Tokens of the prompt.")] = 400,
     repeats: Annotated[int, typer.Option("--repeats", min=1, help="Runs of each part that count.")] = 5,
     diffusers: Annotated[bool, typer.Option("--diffusers", help="Also diffusers' transformer, beside ours.")] = False,
+    variants: Annotated[
+        bool, typer.Option("--variants", help="Also whole steps done otherwise: fused, FP8, int8, other attention.")
+    ] = False,
+    blocks: Annotated[int | None, typer.Option("--blocks", min=1, help="Of the model, fewer than its 50.")] = None,
     limit: Annotated[float, typer.Option("--limit", metavar="S", help="Begin no part after S seconds.")] = 440.0,
     out: Annotated[str | None, typer.Option("--out", metavar="FILE", help="Write the figures as JSON.")] = None,
     refresh: Annotated[
@@ -52,7 +56,7 @@ def bench(
     spec = Spec(
         shapes=tuple(shape or default_shapes(size)), mode=mode, sp=sp, tp=tp, size=size, dtype=dtype, device=device,
         backend=backend, attention=attention or "sdpa", text_rows=text_rows, repeats=repeats, diffusers=diffusers,
-        limit=limit,
+        variants=variants, blocks=blocks, limit=limit,
     )  # fmt: skip
     with TemporaryDirectory(prefix="h3dist-bench-") as folder:
         path = Path(out).absolute() if out else Path(folder) / "bench.json"

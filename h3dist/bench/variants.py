@@ -1,0 +1,65 @@
+"""Whole steps done otherwise, each beside the plain one: how fast, how much memory, and how far off.
+
+The error is that of the velocity at the first evaluation, relative in the 2-norm, on random weights: real ones may be
+kinder or harsher, and a whole run's error is another.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from h3dist.bench.steps import denoiser_of, relative_error, run_steps, velocity
+from h3dist.bench.timing import Timing
+from h3dist.comm import Comm
+from h3dist.model.weights import DenoiserWeights
+from h3dist.plan import Plan
+
+
+@dataclass(frozen=True)
+class Variant:
+    """What is other than in the plain step; None and False: nothing."""
+
+    name: str
+    attention: str | None = None
+    gemm: str | None = None
+    fused: bool = False
+    ahead: bool = False
+
+
+EXACT = (
+    Variant("fused+ahead", fused=True, ahead=True),  # what runtime.fused=on does
+    Variant("fused+ahead, flash4", attention="flash4", fused=True, ahead=True),
+    Variant("fused", fused=True),
+    Variant("ahead", ahead=True),
+)
+ROUNDED = (
+    Variant("gemm.fp8", gemm="fp8"),
+    Variant("gemm.fp8, fused, cudnn_fp8", attention="cudnn_fp8", gemm="fp8", fused=True),
+    Variant("gemm.fp8, fused, sage2", attention="sage2", gemm="fp8", fused=True),
+    Variant("gemm.int8", gemm="int8"),
+    Variant("gemm.int8, fused, int8", attention="int8", gemm="int8", fused=True),
+)
+
+
+def measure(
+    variant: Variant, weights: DenoiserWeights, plan: Plan, comm: Comm, seed: int, plain: Tensor | None
+) -> dict[str, Any]:
+    """Seconds of the plan's evaluations, bytes at most and at rest, and the error against the `plain` velocity.
+
+    weights: of the variant's own `gemm`, as `plan` says. Every rank must call it.
+    """
+    plan = replace(plan, attention=variant.attention or plan.attention)
+    denoiser = denoiser_of(weights, plan, comm, seed=seed, fused=variant.fused, ahead=variant.ahead)
+    found = velocity(denoiser, plan, seed=seed)
+    measured = run_steps(denoiser, plan, comm, seed=seed)
+    made = Timing(measured.seconds[1:]).as_dict(resident_bytes=measured.resident, peak_bytes=measured.peak)
+    return made | {"error": None if plain is None else relative_error(found, plain)}
+
+
+def capability_of(device: torch.device) -> tuple[int, int] | None:
+    """None on a CPU."""
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else None
