@@ -13,13 +13,16 @@ from h3dist import attending
 from h3dist.attention import registry
 from h3dist.attention.backend import Task
 from h3dist.attention.check import Checked, compare
+from h3dist.bench.spec import Spec
+from h3dist.bench.steps import denoiser_of, random_weights, velocity
 from h3dist.comm import Comm
 from h3dist.errors import ConfigError, MissingDependency, NumericsError
-from h3dist.plan import Layout
+from h3dist.plan import ExchangePlan, Layout
 from h3dist.topology import Ranks
 
 SHAPE = (5 * 128 + 37, 5, 16)
 TASK = Task(*SHAPE, torch.float32, torch.device("cpu"), None)
+GROUPED = ExchangePlan(groups=3)
 APPROXIMATE = replace(registry.find("sdpa"), name="rough", exact=False, bound=0.05, build=lambda task, found: rough)
 
 
@@ -167,3 +170,29 @@ def test_one_rank_agrees_with_itself() -> None:
         attention, told = attending.begin_attention(comm, registry.find("sdpa"), TASK, fallback=False)
     assert told == {"backend": "sdpa", "exact": True, "kernel": None}
     torch.testing.assert_close(attention(*tensors()), softmax_attention(*tensors()), rtol=1e-5, atol=1e-6)
+
+
+def step_rank(seat, faulty: int | None, fallback: bool) -> tuple[Tensor, Tensor, dict]:
+    """A step on random weights with heads moving in groups, by exact attention and by one that is checked."""
+    comm = seat.connect(Layout(sp=seat.world))
+    spec = Spec(("64x64x5",), size="small", blocks=1, text_rows=7)
+    plan = replace(spec.plan("64x64x5", comm.layout, dtype="float32", capability=None, steps=1), exchange=GROUPED)
+    denoiser = denoiser_of(random_weights(plan, seat.rank, torch.device("cpu")), plan, comm)
+    exact = velocity(denoiser, plan)
+    kernel = noisy if seat.rank == faulty else rough
+    backend = replace(APPROXIMATE, build=lambda task, found: kernel)
+    checked, told = attending.begin_attention(comm, backend, TASK, fallback=fallback)
+    denoiser.view = replace(denoiser.view, attention=checked)
+    found = velocity(denoiser, plan)
+    comm.agree("the end")
+    return exact, found, told
+
+
+def test_the_check_stands_among_exchanges_that_are_under_way(world) -> None:
+    """Heads move in groups, so others are on their way while ranks agree on the first group's attention."""
+    for exact, found, told in world.run(step_rank, None, False):
+        assert 0 < (found - exact).norm() / exact.norm() < 0.1 and told["fell_back"] is None
+    for exact, found, told in world.run(step_rank, 1, True):
+        torch.testing.assert_close(found, exact, rtol=1e-4, atol=1e-5)
+        assert "rank 1" in told["fell_back"]
+    assert {type(outcome.error) for outcome in world.outcomes(step_rank, 0, False)} == {NumericsError}
