@@ -137,6 +137,22 @@ def test_with_a_file_every_word_is_an_override(run, refused, tmp_path):
     assert "is no override" in refused("generate", "a prompt", "--prompt-file", str(path))
 
 
+def test_a_sidecar_of_another_configuration_is_told(run, tmp_path):
+    """Its request is repeated, and its sampler and number format are not."""
+    path = tmp_path / "earlier.json"
+    sampler = vars(composed("sampler=official").sampler)
+    path.write_text(
+        json.dumps({"request": {"prompt": "a fox"}, "config": {"sampler": sampler, "runtime": {"dtype": "auto"}}})
+    )
+    _, job, _, err = run("generate", "--request", str(path))
+    assert job.request == {"prompt": "a fox"}
+    assert f"{path} repeats its run's request, not its configuration, which had sampler.name=official (here " in err
+    assert "sampler.noise=official (here comfy)" in err and "dtype" not in err
+    assert run("generate", "--request", str(path), "sampler=official")[3] == ""
+    path.write_text(json.dumps({"prompt": "a fox"}))
+    assert run("generate", "--request", str(path))[3] == ""
+
+
 def test_media_arrive_as_absolute_paths(run, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     words = ["request.first_frame=a.png", "request.keyframes=[{image: 'b, (1).png', frame: 7}]"]

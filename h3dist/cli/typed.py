@@ -5,14 +5,19 @@ only names that were checked become `group=NAME`.
 """
 
 import re
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from h3dist.cli.shell import say
-from h3dist.config import Config, compose, group_choices
+from h3dist.config import Config, SamplerConfig, compose, group_choices
 from h3dist.errors import ConfigError, nearest
-from h3dist.request import gather_request, parse_request
+from h3dist.request import gather_request, parse_request, read_settings
 
+SHAPING = {  # configuration that changes the clip, beside the files
+    "sampler": [item.name for item in fields(SamplerConfig)],
+    "attention": ["name"],
+    "runtime": ["dtype"],
+}
 BYTES = {"GiB": 2**30, "GB": 10**9, "MiB": 2**20, "MB": 10**6}
 
 
@@ -41,12 +46,27 @@ def ask(
     config = compose(overrides)
     if config.job is not None:
         raise ConfigError(f"job={config.job}: the launcher writes the job file; name a request file with --request")
-    fields = gather_request(vars(config.request), request_file, prompt_file, prompt)
-    if stand_in is not None and "prompt" not in fields:
+    said = gather_request(vars(config.request), request_file, prompt_file, prompt)
+    if stand_in is not None and "prompt" not in said:
         say(f"no prompt given; planned for one of usual length: {stand_in!r}")
-        fields["prompt"] = stand_in
-    parse_request(fields)
-    return Asked(config, overrides, fields)
+        said["prompt"] = stand_in
+    parse_request(said)
+    told = request_file if request_file is not None else config.request.file
+    if told is not None:
+        _tell_differences(told, asdict(config), read_settings(told))
+    return Asked(config, overrides, said)
+
+
+def _tell_differences(path: str, here: dict[str, Any], there: dict[str, Any]) -> None:
+    """Say where a sidecar's run was configured otherwise, in what changes a clip: its request alone is repeated."""
+    found = []
+    for section, names in SHAPING.items():
+        was = there.get(section)
+        for name in names if isinstance(was, dict) else ():
+            if name in was and was[name] != here[section][name]:
+                found.append(f"{section}.{name}={was[name]} (here {here[section][name]})")
+    if found:
+        say(f"{path} repeats its run's request, not its configuration, which had {', '.join(found)}")
 
 
 def group_options(mode: str | None, attention: str | None, allow_untrained: bool) -> list[str]:

@@ -1,6 +1,6 @@
 """What to make: the request, its tasks and their one validator, and how files, options and overrides become one."""
 
-from h3dist.request.gather import gather_request, read_prompt_file, read_request_file
+from h3dist.request.gather import gather_request, read_prompt_file, read_request_file, read_settings
 from h3dist.request.media import MediaFacts, absolute_media, is_inline, sources_of
 from h3dist.request.parse import parse_request, unknown_field
 from h3dist.request.resolve import MAX_BETA_STEPS, Keyframe, Reference, Resolved, resolve
@@ -36,6 +36,7 @@ __all__ = [
     "parse_request",
     "read_prompt_file",
     "read_request_file",
+    "read_settings",
     "resolve",
     "sources_of",
     "task_table",

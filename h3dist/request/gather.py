@@ -55,6 +55,13 @@ def read_request_file(path: str) -> dict[str, Any]:
     return absolute_media(said, Path(path).parent)
 
 
+def read_settings(path: str) -> dict[str, Any]:
+    """The configuration that a sidecar tells of its run; none for a plain request file, which has been read before."""
+    data = json.loads(_read(path, "request file"))
+    settings = data.get("config") if isinstance(data.get("request"), dict) else None
+    return settings if isinstance(settings, dict) else {}
+
+
 def read_prompt_file(path: str) -> str:
     """The text of a UTF-8 prompt file, all of it but one final newline. Raises RequestError."""
     try:
