@@ -1,12 +1,16 @@
 """8-bit products: the plain forms that define them, comfy-kitchen's beside them, and what stays as it was."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 from fp4 import nvfp4
+from lockstep import make_parts
+from tiny_model import FFN, HEADS, random_state, write
 from torch import Tensor
 
+from h3dist.checkpoint.comfy import open_denoiser
 from h3dist.checkpoint.formats import Int8Weight, PlainWeight, Weight
 from h3dist.checkpoint.slices import Slice
 from h3dist.errors import ConfigError
@@ -24,6 +28,7 @@ from h3dist.model.narrow import (
     scaled_fp8,
     to_rows_of_int8,
 )
+from h3dist.model.weights import load_denoiser
 from h3dist.plan import released_dims
 from h3dist.plan.gemm import GEMMS, choose_gemm, resident_bytes, working_bytes
 
@@ -211,3 +216,20 @@ def test_on_a_gpu_products_are_those_of_the_plain_forms(gemm: str) -> None:
     assert error_on_gpu(product, plain, weight) < 5e-3
     empty = torch.empty(0, 128, device="cuda", dtype=torch.bfloat16)
     assert narrow_linear(gemm, cuda=True)(empty, weight).shape == (0, 256)
+
+
+@pytest.mark.parametrize("gemm", ["fp8", "int8"])
+def test_a_checkpoint_s_blocks_are_narrow_once_loaded(tmp_path: Path, gemm: str) -> None:
+    """Each rank rounds its own slices; what is not a block's linear is as ever."""
+    state = random_state("curve")
+    dfile = open_denoiser(write(state, tmp_path / "denoiser.safetensors"))
+    part = make_parts(9, HEADS, FFN, 1, 2)[1]
+    common = {"device": torch.device("cpu"), "dtype": torch.float32}
+    plain, narrow = (load_denoiser(dfile, part, **common, gemm=way) for way in ("dense", gemm))
+    kind, limit = (Fp8Weight, 0.04) if gemm == "fp8" else (Int8Weight, 0.012)
+    assert len(narrow.linears) == 4 * plain.dims.layers == len(plain.linears)
+    for small, weight in zip(narrow.linears, plain.linears, strict=True):
+        assert isinstance(small, kind) and small.shape == weight.shape
+        assert 0 < relative(small.dense(torch.float32), weight.dense(torch.float32)) < limit
+    assert torch.equal(narrow.heads.weight, plain.heads.weight)
+    assert torch.equal(narrow.blocks[0].norm1, plain.blocks[0].norm1)

@@ -68,6 +68,10 @@ class AheadLinear:
         self._place = {id(weight): (index % 2, order[(index + 1) % len(order)]) for index, weight in enumerate(order)}
         self._fill = fill
         self._side = torch.cuda.Stream(device) if device.type == "cuda" else None
+        if self._side is not None:
+            self._side.wait_stream(torch.cuda.current_stream(device))  # which may still be making the weights
+            for slot in self._slots:
+                slot.memory.record_stream(self._side)  # not given to others while the last filling runs
 
     def __call__(self, x_MK: Tensor, weight: Weight) -> Tensor:
         turn, following = self._place[id(weight)]
