@@ -20,6 +20,7 @@ from h3dist.text.layers import StoredEmbedding, StoredLinear
 from h3dist.text.presentation import Presentation
 from h3dist.text.released import RELEASED_CONFIG
 from h3dist.text.vision import MERGE, Vision
+from h3dist.vae.exact import exact_convolutions
 
 if TYPE_CHECKING:
     from transformers import Qwen3VLModel
@@ -66,7 +67,8 @@ class TextEncoder:
             )
         ids_1L = torch.tensor([presentation.ids], device=self._device)
         shown = self._vision_inputs(ids_1L, vision) if vision else {}
-        states_LC = self.model(input_ids=ids_1L, use_cache=False, **shown).last_hidden_state[0]
+        with exact_convolutions():  # the vision tower's patches
+            states_LC = self.model(input_ids=ids_1L, use_cache=False, **shown).last_hidden_state[0]
         if not bool(torch.isfinite(states_LC).all()):
             raise NumericsError("the text encoder's hidden states are NaN or infinite")
         return states_LC, torch.tensor(presentation.tags, dtype=torch.int64)
