@@ -15,7 +15,7 @@ from h3dist.config import compose, conf_dir
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = sorted(ROOT.glob("*.md"))
-OTHERS = {"cd", "docker", "git", "hf", "pip", "source", "ssh"}  # programs that are not ours
+OTHERS = {"cd", "docker", "git", "hf", "mapfile", "pip", "source", "ssh"}  # programs that are not ours
 
 
 def blocks() -> list[tuple[str, str]]:
