@@ -1,6 +1,7 @@
 """One request run twice, by this package's stages and by diffusers' pipeline, and how far the results part."""
 
 from contextlib import nullcontext
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -143,19 +144,30 @@ def latent_errors(found: dict[str, Any], wanted: pipeline_oracle.Official) -> di
 
 def output_errors(paths: dict[str, Path], found: dict[str, Any], wanted: pipeline_oracle.Official) -> dict[str, float]:
     """Relative errors of frames in [0, 1], before they are rounded to levels, and of the sound."""
-    from h3dist.checkpoint.comfy import open_audio_vae, open_video_vae
     from h3dist.tiles import cut_video
-    from h3dist.vae import AudioVae, VideoVae
     from h3dist.vae.blend import blend
     from h3dist.vae.video import PIXEL_MEAN, PIXEL_STD
 
-    vae = VideoVae.load(open_video_vae(paths["video_vae"]), paths["video_vae_config"], "cpu")
+    vae, audio_vae = decoders(
+        *(str(paths[f"{kind}_vae{end}"]) for kind in ("video", "audio") for end in ("", "_config"))
+    )
     latents, cuts = vae.statistics.restore(found["video"]), cut_video(*found["video"].shape[2:])
     raw = torch.cat(list(blend((vae.decode_job(latents, job) for job in cuts.jobs()), cuts)), dim=1)
     mean, std = (torch.tensor(values).view(3, 1, 1, 1) for values in (PIXEL_MEAN, PIXEL_STD))
     frames = (raw * std + mean).clamp(0, 1).transpose(0, 1)
-    sound = AudioVae.load(open_audio_vae(paths["audio_vae"]), paths["audio_vae_config"], "cpu").decode(found["audio"])
-    return {"frames": error(frames, wanted.frames), "sound": error(sound, wanted.sound)}
+    return {"frames": error(frames, wanted.frames), "sound": error(audio_vae.decode(found["audio"]), wanted.sound)}
+
+
+@cache
+def decoders(video: str, video_config: str, audio: str, audio_config: str) -> tuple[Any, Any]:
+    """Both VAEs, read once for all runs over them."""
+    from h3dist.checkpoint.comfy import open_audio_vae, open_video_vae
+    from h3dist.vae import AudioVae, VideoVae
+
+    return (
+        VideoVae.load(open_video_vae(video), video_config, "cpu"),
+        AudioVae.load(open_audio_vae(audio), audio_config, "cpu"),
+    )
 
 
 def error(found: Tensor, wanted: Tensor) -> float:

@@ -1,20 +1,23 @@
 """Every task end to end against diffusers' pipeline: states, latents after every step, frames and sound.
 
 Real processes over gloo run the pipeline's own stages, from a request and its media files: contract "official",
-float32, tiny sets of both forms. Here each case runs on a layout or two; all of them on all four, in both forms,
-is `benchmarks/parity_tasks.py`.
+float32, tiny sets of both forms. Here each case runs on a layout or two, and every run is decoded; all of them on all
+four, in both forms, is `benchmarks/parity_tasks.py`.
 """
 
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pipeline_oracle
 import pytest
 import torch
+from PIL import Image
 from task_runs import (
     CASES,
     LAYOUTS,
+    SEED,
     error,
     fields_of,
     keep_settings,
@@ -27,7 +30,13 @@ from task_runs import (
 )
 from world import Seat, World
 
+from h3dist.checkpoint.comfy import open_slots
 from h3dist.checkpoint.tiny import write_tiny
+from h3dist.conditioning import encode_conditions
+from h3dist.config import compose
+from h3dist.intake import read_request
+from h3dist.material import conditions_of, read_material
+from h3dist.request import absolute_media
 
 TOLERANCE = 1e-4
 RUNS = [
@@ -81,9 +90,7 @@ def test_a_run_is_diffusers_on_every_layout(sets, world: World, folder: Path, fo
     for layout in layouts:
         sp, tp = LAYOUTS[layout]
         found, *others = world.run(run_stages, *given, sp, tp, ranks=sp * tp, limit=110)
-        errors = latent_errors(found, wanted)
-        if layout == "single":
-            errors |= output_errors(tiny.paths, found, wanted)
+        errors = latent_errors(found, wanted) | output_errors(tiny.paths, found, wanted)
         assert max(errors.values()) <= TOLERANCE, (layout, errors)
         for other in others:
             assert torch.equal(other["video"], found["video"]) and torch.equal(other["audio"], found["audio"])
@@ -102,6 +109,22 @@ def test_on_a_gpu_latents_are_near_diffusers_on_the_cpu(sets, folder, case, dtyp
     with capsys.disabled():
         print(f"\n{case}, {dtype} on a GPU: " + ", ".join(f"{name} {value:.1e}" for name, value in errors.items()))
     assert max(errors.values()) <= limit, errors
+
+
+def test_one_file_as_first_and_last_frame_has_two_noises(sets, folder: Path) -> None:
+    """It fits the canvas, so both are one picture, and only noise, 0.001 of a row, tells their rows apart."""
+    Image.open(folder / "wide.png").resize((96, 64)).save(folder / "exact.png")
+    lines = overrides_of(sets["curve"].paths)
+    media = absolute_media({"first_frame": "exact.png", "last_frame": "exact.png"}, folder)
+    for sampler, shared in (("official", False), ("beta_res", True)):
+        config = compose([*lines, f"sampler={sampler}"])
+        contract = config.sampler.noise
+        made = read_request(config, {"prompt": "x", "width": 96, "height": 64, "frames": 39, "seed": SEED} | media)
+        first, last = material = read_material(made, conditions_of(made, contract))
+        assert np.array_equal(first.frames, last.frames) and (first.condition.frame, last.condition.frame) == (0, 38)
+        how = {"contract": contract, "seed": SEED, "device": torch.device("cpu")}
+        one, other = encode_conditions(material, open_slots(config.model), config.model, **how)["kept video"].chunk(2)
+        assert torch.equal(one, other) == shared and float((one - other).abs().max()) < 0.01
 
 
 def test_every_condition_changes_the_clip(sets, folder: Path) -> None:
