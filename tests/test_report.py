@@ -17,6 +17,9 @@ from h3dist.report.rows import Row, apart, with_gains
 from h3dist.report.write import report_text, write_report
 from tests.planted import TESTS, run_planted
 
+sys.path.insert(0, str(TESTS.parent / "benchmarks"))
+from points import keep  # noqa: E402 (the benchmarks are no package)
+
 PUBLISHED = sorted((TESTS.parent / "benchmarks" / "published").glob("*.json"))
 SCHEMA = json.loads((TESTS.parent / "h3dist/report/published.schema.json").read_text())
 ORIGIN = (
@@ -130,6 +133,21 @@ def test_gains_are_over_the_fewest_ranks_of_a_kind():
     assert apart([two, other]) == ["", "x"]
 
 
+def test_single_points_are_reported_beside_a_matrix(matrix, tmp_path):
+    """What the benchmarks keep: a point of the same kind takes the place of an older one."""
+    path, shared = tmp_path / "rivals.json", {"hardware": "H200", "layout": "ulysses", "shape": "64x64x5"}
+    for ranks, seconds in ((1, 9.0), (1, 1.0), (2, 0.6)):
+        point = shared | {"ranks": ranks, "runner": "diffusers", "step_seconds": seconds, "note": "native"}
+        keep(path, "diffusers beside us", point, torch="2.13.0", time_limit="20 s")
+    text = report_text([path, matrix])
+    assert "## diffusers beside us" in text and "- time limit: 20 s" in text and "- torch: 2.13.0" in text
+    one, two = load(path).rows
+    assert (one.step, two.step, two.efficiency) == (1.0, 0.6, pytest.approx(1 / 1.2))
+    keep(tmp_path / "leave.json", "Killed", shared | {"ranks": 2, "total_seconds": 2.6, "note": "gone"})
+    (row,) = load(tmp_path / "leave.json").rows
+    assert (row.total, row.note, row.step) == (2.6, "gone", None)
+
+
 # What is neither
 
 
@@ -140,6 +158,7 @@ def test_gains_are_over_the_fewest_ranks_of_a_kind():
         ("[]", "no file of measurements"),
         ('{"schema": "h3dist.matrix", "schema_version": 2}', "schema version 2"),
         ('{"schema": "h3dist.matrix", "schema_version": 1, "summary": [{}]}', "does not hold what its schema says"),
+        ('{"schema": "h3dist.measured", "schema_version": 1}', "does not hold what its schema says"),
         ('{"schema": "h3dist.published", "schema_version": 1}', "does not hold what its schema says"),
     ],
 )

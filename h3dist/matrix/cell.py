@@ -64,7 +64,8 @@ def measure(plan: "Plan", comm: "Comm", stages: dict[str, float], status: Status
         denoiser = random_run(plan, comm, comm.device, seed=seed)
     stages["load"] = time.perf_counter() - begun
     status.enter("denoise")
-    measured = run_steps(denoiser, plan, comm, seed=seed)
+    with comm.stage("denoise"):
+        measured = run_steps(denoiser, plan, comm, seed=seed)
     stages["denoise"] = sum(measured.seconds)
     if not measured.latents.isfinite().all():
         raise NumericsError("the latents hold NaN or infinity")

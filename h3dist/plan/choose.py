@@ -14,7 +14,7 @@ from typing import Any
 
 from h3dist.errors import PlanError
 from h3dist.plan.cost import Cost, Pricing, missing_rate
-from h3dist.plan.exchange import AUTO, ExchangePlan, open_exchanges
+from h3dist.plan.exchange import GROUPS, VARIANTS, ExchangePlan
 from h3dist.plan.layout import Layout, ffn_unit
 from h3dist.plan.machine import NAMELESS, Machine
 from h3dist.plan.order import arrange
@@ -155,7 +155,7 @@ class Weigher:
         """The exchanges of a layout with their cost; none where nothing is known of rates or links."""
         ways: list[Way] = []
         for variant, same in groupby(self._weighed(layout), key=lambda each: each.variant):
-            plan = self._plan(layout, ExchangePlan(variant, codec=self._asked[0].codec))  # as large in any groups
+            plan = self._plan(layout, replace(self._asked[0], variant=variant, groups=1))  # as large in any groups
             pricing, lacking = self._pricing(plan, seats), self._lacking(plan, seats)
             ways += [Way(each, pricing.cost(each.groups), lacking) for each in same if pricing]
         return tuple(ways)
@@ -168,7 +168,8 @@ class Weigher:
         if layout.sp == 1 or self.machine.device == "cpu":
             return self._asked[:1]
         fewest = self.base.dims.heads // layout.ranks
-        every = dict.fromkeys((*self._asked, *open_exchanges(AUTO, AUTO, self._asked[0].codec)))
+        others = (replace(self._asked[0], variant=v, groups=g) for v in VARIANTS for g in GROUPS)
+        every = dict.fromkeys((*self._asked, *others))
         return tuple(each for each in every if each.groups <= fewest or each == self._asked[0])
 
     def _pricing(self, plan: Plan, seats: Sequence[int]) -> Pricing | None:

@@ -1,4 +1,4 @@
-"""Files of measurements read into rows: the JSON of a matrix, or published figures."""
+"""Files of measurements read into rows: the JSON of a matrix, single points of ours, or published figures."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -9,19 +9,20 @@ from h3dist.errors import RequestError
 from h3dist.matrix.cells import PLAINLY
 from h3dist.report.rows import Row, Source, with_gains
 
-MATRIX, PUBLISHED = "h3dist.matrix", "h3dist.published"
+MATRIX, MEASURED, PUBLISHED = "h3dist.matrix", "h3dist.measured", "h3dist.published"
 VERSION = 1
 
 
 def load(path: Path) -> Source:
     """The measurements in a file. Raises `RequestError` for one that is not whole, of another kind or version."""
     document = _document(path)
-    if document.get("schema") not in (MATRIX, PUBLISHED):
-        raise RequestError(f"{path} is no file of measurements: its schema is neither {MATRIX} nor {PUBLISHED}")
+    readers = {MATRIX: _matrix, MEASURED: _measured, PUBLISHED: _published}
+    read = readers.get(str(document.get("schema")))
+    if read is None:
+        raise RequestError(f"{path} is no file of measurements: its schema is none of {', '.join(readers)}")
     if document.get("schema_version") != VERSION:
         found = document.get("schema_version")
         raise RequestError(f"{path} has schema version {found}; this version of h3dist reads {VERSION}")
-    read = _matrix if document["schema"] == MATRIX else _published
     try:
         return read(path.stem, document)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -154,11 +155,18 @@ def _faults(cells: list[Mapping[str, Any]]) -> Iterator[str]:
     yield from (f"skipped {reason}" for reason in skipped)
 
 
+def _measured(name: str, document: Mapping[str, Any]) -> Source:
+    """Points by themselves: another program beside ours, an exchange alone, a rank that was killed."""
+    rows = tuple(_point_row(point) for point in document["points"])
+    facts = tuple((key.replace("_", " "), str(value)) for key, value in document["facts"].items())
+    return Source(name, document["title"], tuple(sorted(with_gains(rows), key=lambda row: row.place)), facts)
+
+
 # Other people's
 
 
 def _published(name: str, document: Mapping[str, Any]) -> Source:
-    rows = tuple(_published_row(point) for point in document["points"])
+    rows = tuple(_point_row(point) for point in document["points"])
     facts = [("published", f"by {document['published_by']}, {document['published'] or 'no date known'}")]
     facts += [("source", ": ".join(filter(None, (source["what"], source["url"])))) for source in document["sources"]]
     facts += [(key, str(value)) for key, value in document["settings"].items()]
@@ -167,7 +175,7 @@ def _published(name: str, document: Mapping[str, Any]) -> Source:
     return Source(name, document["title"], tuple(sorted(with_gains(rows), key=lambda row: row.place)), tuple(facts))
 
 
-def _published_row(point: Mapping[str, Any]) -> Row:
+def _point_row(point: Mapping[str, Any]) -> Row:
     return Row(
         hardware=point["hardware"],
         layout=point["layout"],
