@@ -18,7 +18,7 @@ from h3dist.report.write import report_text, write_report
 from tests.planted import TESTS, run_planted
 
 sys.path.insert(0, str(TESTS.parent / "benchmarks"))
-from points import keep  # noqa: E402 (the benchmarks are no package)
+from points import keep
 
 PUBLISHED = sorted((TESTS.parent / "benchmarks" / "published").glob("*.json"))
 SCHEMA = json.loads((TESTS.parent / "h3dist/report/published.schema.json").read_text())
