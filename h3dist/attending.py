@@ -7,16 +7,19 @@ call of a backend that is not torch's own is compared with exact attention, and 
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from h3dist import errors
 from h3dist.attention.backend import Attention, Backend, Task
+from h3dist.attention.capture import Capturing, Place
 from h3dist.attention.check import Checked
 from h3dist.attention.registry import find, why_not
 from h3dist.comm import Comm
 from h3dist.plan import Plan
+from h3dist.plan.overlap import group_sizes
 
 
 def task_of(plan: Plan, rank: int, device: torch.device) -> Task:
@@ -59,3 +62,9 @@ def begin_attention(comm: Comm, backend: Backend, task: Task, *, fallback: bool)
     if backend.bound is None:
         return attention, told
     return Checked(backend, attention, comm.collect, told, fallback=fallback), told
+
+
+def capturing(attention: Attention, folder: str, plan: Plan, task: Task) -> Attention:
+    """The attention of a rank that saves q, k and v of one head a layer to `folder`. Raises OutputError."""
+    calls = len(group_sizes(task.heads, plan.exchange.groups)) if plan.layout.sp > 1 else 1
+    return Capturing(attention, Path(folder), Place(calls, plan.dims.layers, plan.steps), task.lead)

@@ -70,6 +70,7 @@ class AttentionConfig:
 
     name: str = "sdpa"
     fallback: bool = False  # true: where its first call is past its bound, go on with exact attention
+    capture: str | None = None  # a folder: rank 0 saves q, k and v there, for `h3dist bench --capture`
 
 
 @dataclass

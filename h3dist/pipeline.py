@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from h3dist import __version__
-from h3dist.attending import agree_on_attention, begin_attention, task_of
+from h3dist.attending import agree_on_attention, begin_attention, capturing, task_of
 from h3dist.attention.backend import Attention
 from h3dist.checkpoint.comfy import DenoiserFile, open_denoiser, open_slots
 from h3dist.comm import Comm
@@ -250,9 +250,12 @@ def denoise(site: Site, packed: Packed) -> Denoised:
 
 def attention_of(site: Site, packed: Packed) -> tuple[Attention, dict[str, Any]]:
     """The attention function of the run, and what is told of it in the end."""
-    prepared = packed.prepared
-    task = task_of(prepared.started.plan, site.ranks.rank, site.device)
-    return begin_attention(site.comm, prepared.attention, task, fallback=site.config.attention.fallback)
+    plan, config = packed.prepared.started.plan, site.config.attention
+    task = task_of(plan, site.ranks.rank, site.device)
+    attention, told = begin_attention(site.comm, packed.prepared.attention, task, fallback=config.fallback)
+    if config.capture and site.first:
+        attention = capturing(attention, config.capture, plan, task)
+    return attention, told
 
 
 def denoiser(site: Site, packed: Packed, attention: Attention) -> Denoiser:

@@ -35,13 +35,19 @@ def bench(
     refresh: Annotated[
         str | None, typer.Option("--refresh", metavar="FILE", help="Put such figures into the table of rates.")
     ] = None,
+    capture: Annotated[
+        str | None, typer.Option("--capture", metavar="FOLDER", help="Judge attention on what a run saved there.")
+    ] = None,
     verbose: Verbose = False,
 ) -> None:
     """Time a step, its products, attention, dequantisation and exchange, each alone, on random weights.
 
     Needs no checkpoint. Figures are medians; a part that fails is named and the others go on. `--refresh FILE` measures
-    nothing: it turns the figures of an earlier run into rates that `h3dist plan` predicts with.
+    nothing: it turns the figures of an earlier run into rates that `h3dist plan` predicts with. `--capture FOLDER`
+    times nothing: it tells how far each usable backend is from exact on what attention.capture=FOLDER saved of a run.
     """
+    if capture is not None:
+        return _judge(capture, device, out)
     if refresh is not None:
         return _refresh(refresh)
     from pathlib import Path
@@ -116,6 +122,20 @@ def _launch(told: dict[str, Any], gpus: int) -> None:
     code = report(outcome, folder, gpus, verbose=False)
     if code:
         raise typer.Exit(code)
+
+
+def _judge(folder: str, device: str, out: str | None) -> None:
+    from pathlib import Path
+
+    import torch
+
+    from h3dist.bench.judge import judge, table, write
+
+    cuda = device == "cuda" or (device == "auto" and torch.cuda.is_available())
+    record = judge(Path(folder), torch.device("cuda" if cuda else "cpu"))
+    if out:
+        write(record, Path(out))
+    typer.echo(table(record))
 
 
 def _refresh(path: str) -> None:
