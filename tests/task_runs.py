@@ -142,31 +142,33 @@ def latent_errors(found: dict[str, Any], wanted: pipeline_oracle.Official) -> di
     return errors
 
 
-def output_errors(paths: dict[str, Path], found: dict[str, Any], wanted: pipeline_oracle.Official) -> dict[str, float]:
-    """Relative errors of frames in [0, 1], before they are rounded to levels, and of the sound."""
+def output_errors(
+    paths: dict[str, Path], found: dict[str, Any], wanted: pipeline_oracle.Official, device: str = "cpu"
+) -> dict[str, float]:
+    """Relative errors of frames in [0, 1], before they are rounded to levels, and of the sound; decoded on `device`."""
     from h3dist.tiles import cut_video
     from h3dist.vae.blend import blend
     from h3dist.vae.video import PIXEL_MEAN, PIXEL_STD
 
-    vae, audio_vae = decoders(
-        *(str(paths[f"{kind}_vae{end}"]) for kind in ("video", "audio") for end in ("", "_config"))
-    )
-    latents, cuts = vae.statistics.restore(found["video"]), cut_video(*found["video"].shape[2:])
-    raw = torch.cat(list(blend((vae.decode_job(latents, job) for job in cuts.jobs()), cuts)), dim=1)
+    files = (str(paths[f"{kind}_vae{end}"]) for kind in ("video", "audio") for end in ("", "_config"))
+    vae, audio_vae = decoders(device, *files)
+    latents, cuts = vae.statistics.restore(found["video"].to(device)), cut_video(*found["video"].shape[2:])
+    raw = torch.cat(list(blend((vae.decode_job(latents, job) for job in cuts.jobs()), cuts)), dim=1).cpu()
     mean, std = (torch.tensor(values).view(3, 1, 1, 1) for values in (PIXEL_MEAN, PIXEL_STD))
     frames = (raw * std + mean).clamp(0, 1).transpose(0, 1)
-    return {"frames": error(frames, wanted.frames), "sound": error(audio_vae.decode(found["audio"]), wanted.sound)}
+    sound = audio_vae.decode(found["audio"].to(device)).cpu()
+    return {"frames": error(frames, wanted.frames), "sound": error(sound, wanted.sound)}
 
 
 @cache
-def decoders(video: str, video_config: str, audio: str, audio_config: str) -> tuple[Any, Any]:
+def decoders(device: str, video: str, video_config: str, audio: str, audio_config: str) -> tuple[Any, Any]:
     """Both VAEs, read once for all runs over them."""
     from h3dist.checkpoint.comfy import open_audio_vae, open_video_vae
     from h3dist.vae import AudioVae, VideoVae
 
     return (
-        VideoVae.load(open_video_vae(video), video_config, "cpu"),
-        AudioVae.load(open_audio_vae(audio), audio_config, "cpu"),
+        VideoVae.load(open_video_vae(video), video_config, device),
+        AudioVae.load(open_audio_vae(audio), audio_config, device),
     )
 
 

@@ -97,17 +97,23 @@ def test_a_run_is_diffusers_on_every_layout(sets, world: World, folder: Path, fo
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("dtype", "limit"), [("float32", 1e-3), ("bfloat16", 0.1)])
-@pytest.mark.parametrize("case", ["both", "all three"])
-def test_on_a_gpu_latents_are_near_diffusers_on_the_cpu(sets, folder, case, dtype, limit, capsys) -> None:
+@pytest.mark.parametrize(("dtype", "limit"), [("float32", 1e-3), ("bfloat16", 3e-2)])
+@pytest.mark.parametrize("case", CASES)
+def test_on_a_gpu_a_run_is_near_diffusers_on_the_cpu(sets, folder, case, dtype, limit, capsys) -> None:
+    """float32 differs by the order of sums, which the posterior's rounding to float16 widens; bfloat16, which
+    rounds each activation by up to 0.4 %, comes to 9e-3 on a CPU. A GPU decodes frames in float16. Products are dense: FP4's would compute something else.
+    """
     tiny = sets["full"]
     wanted = official(tiny.parts, CASES[case], folder)
     overrides = overrides_of(tiny.paths, "sampler=official", "runtime.device=cuda", f"runtime.dtype={dtype}")
+    overrides.append("runtime.gemm=dense")
     seat = Seat(0, 1, None)
     with seat.stack:
-        errors = latent_errors(run_stages(seat, overrides, fields_of(CASES[case], folder), device="cuda:0"), wanted)
+        found = run_stages(seat, overrides, fields_of(CASES[case], folder), device="cuda:0")
+    errors = latent_errors(found, wanted) | output_errors(tiny.paths, found, wanted, "cuda:0")
     with capsys.disabled():
         print(f"\n{case}, {dtype} on a GPU: " + ", ".join(f"{name} {value:.1e}" for name, value in errors.items()))
+    assert errors.pop("frames") <= max(limit, 1e-2), errors
     assert max(errors.values()) <= limit, errors
 
 
