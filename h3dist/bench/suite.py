@@ -53,7 +53,7 @@ class Suite:
     _velocities: dict[int, torch.Tensor] = field(default_factory=dict)  # of the plain steps, by rows
 
     def run(self) -> dict[str, Any]:
-        """Every shape: our parts and steps, then diffusers' model at all of them, then steps on rounded weights."""
+        """Our parts and plain steps at every shape, then diffusers' model, then steps done otherwise."""
         record = {
             "form": FORM,
             "version": VERSION,
@@ -69,7 +69,7 @@ class Suite:
         if self.spec.diffusers and self.layout.world == 1:
             self._rivals(record)
         if self.spec.variants:
-            self._rounded(record)
+            self._variants(record)
         record["seconds"] = round(time.monotonic() - self.begun, 1)
         self.keep(record)
         return record
@@ -133,8 +133,6 @@ class Suite:
             self._do(entry, "step", lambda bench=bench: self._step(bench))
             if self.spec.variants:
                 self._velocities[plan.rows] = velocity(bench.denoiser, plan, seed=self.spec.seed)
-                for variant in variants.EXACT:
-                    self._vary(entry, variant, bench.denoiser.weights, plan)
 
     def _vary(self, entry: dict[str, Any], variant: variants.Variant, weights: DenoiserWeights, plan: Plan) -> None:
         """One way to do a step otherwise, or why there is none."""
@@ -145,16 +143,17 @@ class Suite:
 
         self._do(entry, variant.name, work, into="variants")
 
-    def _rounded(self, record: dict[str, Any]) -> None:
-        """Steps on weights rounded to fp8 and int8, at every shape; the weights are made once for each."""
-        for entry in record["shapes"]:
-            for gemm in NARROW:
-                chosen = [variant for variant in variants.ROUNDED if variant.gemm == gemm]
-                self._round(entry, gemm, chosen)
-            entry["ratios"] = ratios(entry)
-            self.keep(record)
+    def _variants(self, record: dict[str, Any]) -> None:
+        """The exact ones at every shape, then those on weights rounded to fp8, then to int8."""
+        for gemm in ("auto", *NARROW):
+            chosen = [variant for variant in variants.ALL if variant.gemm == gemm]
+            for entry in record["shapes"]:
+                self._on_weights(entry, gemm, chosen)
+                entry["ratios"] = ratios(entry)
+                self.keep(record)
 
-    def _round(self, entry: dict[str, Any], gemm: str, chosen: Sequence[variants.Variant]) -> None:
+    def _on_weights(self, entry: dict[str, Any], gemm: str, chosen: Sequence[variants.Variant]) -> None:
+        """Variants that take the same weights, which are gone on return."""
         made: list[tuple[Plan, DenoiserWeights]] = []
 
         def make() -> dict[str, Any]:

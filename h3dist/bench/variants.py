@@ -21,22 +21,20 @@ from h3dist.plan import Plan
 
 @dataclass(frozen=True)
 class Variant:
-    """What is other than in the plain step; None and False: nothing."""
+    """What is other than in the plain step; None, "auto" and False: nothing."""
 
     name: str
     attention: str | None = None
-    gemm: str | None = None
+    gemm: str = "auto"
     fused: bool = False
     ahead: bool = False
 
 
-EXACT = (
-    Variant("fused+ahead", fused=True, ahead=True),  # what runtime.fused=on does
+ALL = (
     Variant("fused+ahead, flash4", attention="flash4", fused=True, ahead=True),
+    Variant("fused+ahead", fused=True, ahead=True),  # what runtime.fused=on does
     Variant("fused", fused=True),
     Variant("ahead", ahead=True),
-)
-ROUNDED = (
     Variant("gemm.fp8", gemm="fp8"),
     Variant("gemm.fp8, fused, cudnn_fp8", attention="cudnn_fp8", gemm="fp8", fused=True),
     Variant("gemm.fp8, fused, sage2", attention="sage2", gemm="fp8", fused=True),
