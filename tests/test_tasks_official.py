@@ -100,8 +100,9 @@ def test_a_run_is_diffusers_on_every_layout(sets, world: World, folder: Path, fo
 @pytest.mark.parametrize(("dtype", "limit"), [("float32", 1e-3), ("bfloat16", 3e-2)])
 @pytest.mark.parametrize("case", CASES)
 def test_on_a_gpu_a_run_is_near_diffusers_on_the_cpu(sets, folder, case, dtype, limit, capsys) -> None:
-    """float32 differs by the order of sums, which the posterior's rounding to float16 widens; bfloat16, which
-    rounds each activation by up to 0.4 %, comes to 9e-3 on a CPU. A GPU decodes frames in float16. Products are dense: FP4's would compute something else.
+    """float32 differs by the order of sums, which the posterior's rounding to float16 widens; bfloat16, which rounds
+    each activation by up to 0.4 %, comes to 9e-3 on a CPU. A GPU decodes frames in float16. Products are dense: FP4's
+    would compute something else.
     """
     tiny = sets["full"]
     wanted = official(tiny.parts, CASES[case], folder)
