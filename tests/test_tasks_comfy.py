@@ -9,16 +9,19 @@ import pytest
 import torch
 from diffusers import AutoencoderKLMiniMaxH3, AutoencoderKLMiniMaxH3Audio
 from PIL import Image
+from safetensors.torch import load_file
+from stages import prepare_run
 from task_runs import SEED, fields_of, keep_settings, overrides_of, run_stages, write_media
 from torch import Tensor
 from world import Seat
 
-from h3dist import fitting
+from h3dist import fitting, pipeline
 from h3dist.checkpoint.comfy import open_audio_vae, open_video_vae
 from h3dist.checkpoint.tiny import write_tiny
 from h3dist.checkpoint.vae_names import audio_state, video_state
 from h3dist.media import read_film, read_sound
 from h3dist.text.tokenizer import load_tokenizer, tokenize
+from h3dist.topology import Ranks
 
 IMAGENET = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 pytestmark = pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning")
@@ -136,6 +139,16 @@ def test_references(tiny: SimpleNamespace) -> None:
     near(found["kept"]["kept video"], torch.cat(pictures))
     voice = read_sound(str(tiny.folder / "voice.wav"))
     near(found["kept"]["kept audio"], torch.cat([sound_rows(tiny, film.sound[:, :52000]), sound_rows(tiny, voice)]))
+
+
+def test_a_runs_intermediates_hold_the_rows_of_its_conditions(tiny: SimpleNamespace, tmp_path: Path) -> None:
+    """A whole run on one rank, from the request to its files."""
+    fields = fields_of({"keyframes": [{"image": "subject.png", "frame": 17}]}, tiny.folder) | {"steps": 1}
+    made = prepare_run(tiny.paths, fields, tmp_path, intermediates="i.safetensors")
+    pipeline.run(made.config, made.job, Ranks())
+    found = load_file(tmp_path / "i.safetensors")
+    near(found["condition_video_rows"], picture_rows(tiny, [covering(Image.open(tiny.folder / "subject.png"))]))
+    assert "condition_audio_rows" not in found and len(found["token_tags"]) == len(found["position_ids"])
 
 
 def test_the_same_picture_twice_is_two_conditions(tiny: SimpleNamespace, tmp_path: Path) -> None:
