@@ -99,7 +99,7 @@ class SamplerConfig:
 
 @dataclass
 class DecodeConfig:
-    """Where latents become frames and references become latents."""
+    """Where latents become frames and sound."""
 
     mode: str = "auto"  # rank0: rank 0 alone; parallel: tile by tile on all ranks; auto: as the plan finds
 

@@ -21,7 +21,7 @@ from h3dist.checkpoint.comfy import Slots, StateFile, open_vaes
 from h3dist.comm import Comm
 from h3dist.config import ModelConfig
 from h3dist.geometry import CHUNK_FRAMES, SAMPLES_PER_AUDIO_LATENT, SOUND_CHANNELS, TAIL_FRAMES
-from h3dist.plan import Plan, schedule_decode
+from h3dist.plan import Plan
 from h3dist.site import all_cores
 from h3dist.spread import Schedule
 from h3dist.tiles import Cuts
@@ -81,19 +81,17 @@ def decode_alone(clean: Clean) -> Iterator[Decoded]:
 
 
 @contextmanager
-def decode_together(clean: Clean, comm: Comm, plan: Plan) -> Iterator[Decoded]:
+def decode_together(clean: Clean, comm: Comm, cuts: Cuts, schedule: Schedule) -> Iterator[Decoded]:
     """Rank 0's part where all decode. Raises as the VAEs do, and what stops another rank."""
     check_latents(clean.video)
-    cuts, schedule = schedule_decode(plan.geometry, plan.layout.ranks)
     sound = hand_in_sound(clean, comm, schedule)
     frames = finish(_one_by_one(decode_tiles(clean, comm, schedule, cuts)), cuts)
     first = next(frames)  # before the sound, so that nobody waits for rank 0's own tiles meanwhile
     yield Decoded(sound().view(SOUND_CHANNELS, -1).cpu(), chain([first], frames))
 
 
-def assist(clean: Clean, comm: Comm, plan: Plan) -> None:
+def assist(clean: Clean, comm: Comm, cuts: Cuts, schedule: Schedule) -> None:
     """The same, as another rank: decodes its tiles and perhaps the sound, and hands them in."""
-    cuts, schedule = schedule_decode(plan.geometry, plan.layout.ranks)
     sound = hand_in_sound(clean, comm, schedule)
     for _ in decode_tiles(clean, comm, schedule, cuts):
         pass

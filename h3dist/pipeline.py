@@ -40,7 +40,7 @@ from h3dist.model.refiner import refine_text
 from h3dist.model.weights import load_denoiser
 from h3dist.outputs import Outputs
 from h3dist.packing import pack as pack_sequence
-from h3dist.plan import ExchangePlan, Layout, Plan, check_memory, make_layout
+from h3dist.plan import ExchangePlan, Layout, Plan, check_memory, make_layout, schedule_decode
 from h3dist.preflight import Facts, compute_dtype, facts_of, plan_on, read_aloud
 from h3dist.progress import Steps
 from h3dist.records import Denoised, Packed, Prepared, Started
@@ -288,11 +288,14 @@ def decode(site: Site, denoised: Denoised) -> None:
 
     with site.stage("decode"):
         clean = Clean(denoised.video, denoised.audio, vaes, site.config.model, site.device) if vaes else None
+        parts = schedule_decode(plan.geometry, plan.layout.ranks, site.device.type)
         if site.first:
             assert site.outputs is not None
-            how = partial(decode_together, clean, comm, plan) if plan.decode.parallel else partial(decode_alone, clean)
+            how = (
+                partial(decode_together, clean, comm, *parts) if plan.decode.parallel else partial(decode_alone, clean)
+            )
             deliver(site.config, site.outputs, delivery(site, denoised), how, reports)
         else:
             if plan.decode.parallel:
-                assist(clean, comm, plan)
+                assist(clean, comm, *parts)
             reports()

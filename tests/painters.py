@@ -18,7 +18,7 @@ from h3dist.checkpoint.comfy import DenoiserDims
 from h3dist.comm import Comm
 from h3dist.decoding import Clean, assist, decode_together
 from h3dist.geometry import align_frames
-from h3dist.plan import DECODE_LABELS, Layout, Plan, make_plan
+from h3dist.plan import DECODE_LABELS, Layout, Plan, make_plan, schedule_decode
 from h3dist.request import Resolved
 from h3dist.tiles import HEAD, TAIL, Job, cut_video
 from h3dist.vae.video import finish
@@ -149,10 +149,10 @@ def decode_over(comm: Comm, seat: Any, shape: Shape, troubles: dict[int, str], p
     frames, sound, had = None, None, []
     with comm.stage("decode"):
         if seat.rank:
-            assist(clean, comm, plan)
+            assist(clean, comm, *schedule_decode(plan.geometry, seat.world, "cpu"))
         else:
             chunks = []
-            with decode_together(clean, comm, plan) as decoded:
+            with decode_together(clean, comm, *schedule_decode(plan.geometry, seat.world, "cpu")) as decoded:
                 sound = digest(decoded.sound_2N)
                 for chunk in decoded.frames:
                     had.append(time.monotonic())

@@ -41,7 +41,7 @@ def test_frames_and_sound_are_those_of_one_rank_and_bytes_those_of_the_plan(worl
             assert len(saw.begun) == plan.decode.tiles[rank]
         assert not any(seen[0].sent.values()), "rank 0 sends nothing"
         assert seen[-1].sent["decode.sound"] == 2 * 800 * plan.geometry.audio_latents * 4
-        jobs = len(list(schedule_decode(plan.geometry, 1)[0].jobs()))
+        jobs = len(list(schedule_decode(plan.geometry, 1, "cpu")[0].jobs()))
         assert sum(plan.decode.tiles) == jobs
         tile = 3 * 22 * min(256, shape.width) * min(256, shape.height) * 4
         assert sum(saw.sent["decode.tiles"] for saw in seen) == (jobs - plan.decode.tiles[0]) * tile
@@ -105,7 +105,7 @@ def test_a_rank_without_tiles_reads_no_vae():
             return lambda: mine.new_empty(0)
 
     shape = Shape(64, 64, 5)
-    cuts, _ = schedule_decode(shape.plan(3).geometry, 3)
+    cuts, _ = schedule_decode(shape.plan(3).geometry, 3, "cpu")
     clean = painted(shape, 1)
     object.__setattr__(clean, "painter", None)  # reading it would fail
     assert list(decode_tiles(clean, Silent, Schedule(3, ((0,),)), cuts)) == [[]]

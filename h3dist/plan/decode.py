@@ -29,8 +29,9 @@ DECODE_LABELS = ("decode.tiles", "decode.sound")
 FLOAT = 4
 TILE_ELEMENT = {"cuda": 2, "cpu": 4}  # bytes: the decoder gives float16 on CUDA, float32 on the CPU
 TILE_WORK = 1 << 28  # bytes: the widest point of one decoder layer on the 1797 tokens of a tile
-BLENDING = 0.05  # of a tile's decoding: fading it in, colours, the copy to the host
-SOUND = 0.03  # of a tile's decoding: one audio latent, both channels
+# Parts of a tile's decoding: what rank 0 does to a tile (fades, colours, the copy to the host), and one audio latent.
+# On a CPU measured with benchmarks/parallel_decode.py; on CUDA guessed from bytes and launches, not measured yet.
+BESIDE = {"cpu": (0.0005, 0.0004), "cuda": (0.05, 0.03)}
 UNTRIED = "cuda"  # decoding over ranks has not been proved there yet, so that it is for those who ask
 
 
@@ -58,10 +59,10 @@ class DecodePlan:
         return f"all ranks decode, {counts} tiles each, {self.speedup:.2f} x rank 0 by the schedule: {self.why}"
 
 
-def schedule_decode(geometry: Geometry, ranks: int) -> tuple[Cuts, Schedule]:
+def schedule_decode(geometry: Geometry, ranks: int, device: str) -> tuple[Cuts, Schedule]:
     """How a clip is cut, and which rank decodes which tile: the same on every rank, and for the plan's bytes."""
-    cuts = cut_video(geometry.latent_t, geometry.latent_h, geometry.latent_w)
-    return cuts, spread(_costs(cuts), ranks, _extra(cuts, geometry))
+    cuts = _cut(geometry)
+    return cuts, spread(_costs(cuts), ranks, _extra(cuts, geometry, device))
 
 
 def with_decode(plan: "Plan") -> "Plan":
@@ -89,8 +90,8 @@ def _decide(plan: "Plan") -> DecodePlan:
 
 def _spread_out(plan: "Plan") -> DecodePlan:
     ranks, geometry = plan.layout.ranks, plan.geometry
-    cuts, schedule = schedule_decode(geometry, ranks)
-    costs, extra = _costs(cuts), _extra(cuts, geometry)
+    cuts, schedule = schedule_decode(geometry, ranks, plan.decode.device)
+    costs, extra = _costs(cuts), _extra(cuts, geometry, plan.decode.device)
     one = makespan(spread(costs, 1, extra), costs, extra)
     speedup = round(one / makespan(schedule, costs, extra), 3)
     tiles = tuple(schedule.total(rank) for rank in range(ranks))
@@ -112,12 +113,17 @@ def _against(plan: "Plan", together: DecodePlan) -> str | None:
     return None
 
 
+def _cut(geometry: Geometry) -> Cuts:
+    return cut_video(geometry.latent_t, geometry.latent_h, geometry.latent_w)
+
+
 def _costs(cuts: Cuts) -> list[list[float]]:
     return [[1.0] * _tiles(cuts)] * len(cuts.chunks)
 
 
-def _extra(cuts: Cuts, geometry: Geometry) -> Extra:
-    return Extra(chunk=BLENDING * _tiles(cuts), sound=SOUND * geometry.audio_latents)
+def _extra(cuts: Cuts, geometry: Geometry, device: str) -> Extra:
+    blending, latent = BESIDE[device]
+    return Extra(chunk=blending * _tiles(cuts), sound=latent * geometry.audio_latents)
 
 
 def _tiles(cuts: Cuts) -> int:
@@ -134,14 +140,14 @@ def _sent(plan: "Plan", decode: DecodePlan, rank: int) -> dict[str, int]:
     index = rank % plan.layout.ranks
     if not decode.parallel or index == 0:
         return dict.fromkeys(DECODE_LABELS, 0)
-    tile = _tile_bytes(schedule_decode(plan.geometry, 1)[0], decode.device)
+    tile = _tile_bytes(_cut(plan.geometry), decode.device)
     sound = FLOAT * SOUND_CHANNELS * SAMPLES_PER_AUDIO_LATENT * plan.geometry.audio_latents
     return {"decode.tiles": decode.tiles[index] * tile, "decode.sound": sound if index == decode.sound else 0}
 
 
 def _memory(plan: "Plan", decode: DecodePlan) -> tuple[dict[str, int], ...]:
     """The memory of every rank at each stage where all decode."""
-    cuts, schedule = schedule_decode(plan.geometry, plan.layout.ranks)
+    cuts, schedule = schedule_decode(plan.geometry, plan.layout.ranks, decode.device)
     return tuple(
         stages | {"decode": _rank_memory(plan, decode, cuts, schedule, share)}
         for stages, share in zip(plan.memory, plan.shares, strict=True)
@@ -157,12 +163,12 @@ def _rank_memory(plan: "Plan", decode: DecodePlan, cuts: Cuts, schedule: Schedul
     held = 3 * most * tile
     if rank == 0:
         held = 2 * _tiles(cuts) * tile + 2 * plan.geometry.width * plan.geometry.height * 3 * CHUNK_FRAMES * FLOAT
-    return stored.reserve + share.weight_bytes + vae_bytes(decode, stored, rank) + held
+    work = TILE_WORK if decode.tiles[rank] else 0
+    return stored.reserve + share.weight_bytes + vae_bytes(decode, stored, rank) + work + held
 
 
 def vae_bytes(decode: DecodePlan, stored: Stored, rank: int) -> int:
-    """What of the two VAEs a rank keeps while it decodes, its work space with it."""
+    """What of the two VAEs a rank reads to decode."""
     if not decode.parallel:
         return stored.video_vae + stored.audio_vae if rank == 0 else 0
-    video = (stored.video_vae + TILE_WORK) if decode.tiles[rank] else 0
-    return video + (stored.audio_vae if rank == decode.sound else 0)
+    return bool(decode.tiles[rank]) * stored.video_vae + (rank == decode.sound) * stored.audio_vae

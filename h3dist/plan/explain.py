@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from h3dist.plan.choose import MARGIN, NEAR, Choice, Option, Way
 from h3dist.plan.cost import TALK, Cost
+from h3dist.plan.decode import vae_bytes
 from h3dist.plan.table import size
 from h3dist.topology import Link
 
@@ -43,12 +44,12 @@ def as_dict(choice: Choice) -> dict[str, Any]:
         "counts": [option.as_dict() for option in choice.counts],
         "placement": {
             "encode": 0,
-            "decode": 0,
+            "decode": list(range(choice.taken.layout.world)) if choice.taken.plan.decode.parallel else 0,
             "resident_bytes": [
                 {
                     "denoiser": share.weight_bytes,
                     "text_encoder": stored.text_encoder if share.rank == 0 else 0,
-                    "vaes": stored.video_vae + stored.audio_vae if share.rank == 0 else 0,
+                    "vaes": vae_bytes(choice.taken.plan.decode, stored, share.rank),
                 }
                 for share in choice.taken.plan.shares
             ],
@@ -218,6 +219,8 @@ def _attention(choice: Choice) -> Iterator[str]:
 
 def _placement(choice: Choice) -> str:
     seat = f" on GPU {choice.taken.seats[0]}" if choice.machine.gpus else ""
+    if choice.taken.plan.decode.parallel:
+        return f"rank 0{seat} encodes the text before all denoise, and all ranks decode after"
     others = "; the other ranks wait" if choice.taken.layout.world > 1 else ""
     return f"rank 0{seat} encodes the text before all denoise, and decodes after{others}"
 
@@ -230,7 +233,7 @@ def _residence(choice: Choice) -> str:
         parts.append(f"rank 0 the text encoder's {size(plan.stored.text_encoder)} until the text is encoded")
     vaes = plan.stored.video_vae + plan.stored.audio_vae
     if vaes:
-        parts.append(f"rank 0 the VAEs' {size(vaes)} while it decodes")
+        parts.append(f"{'each' if plan.decode.parallel else 'rank 0'} the VAEs' {size(vaes)} while it decodes")
     return ", ".join(parts)
 
 
