@@ -204,9 +204,9 @@ def read(path):
 
 
 def shown(kind):
-    """The words of every command of this kind that the README shows."""
+    """The words of every command of this kind that the README shows, but for arrays that a shell would put in."""
     lines = re.findall(rf"^{kind} .*$", (ROOT / "README.md").read_text(), re.MULTILINE)
-    return [shlex.split(line)[1:] for line in lines]
+    return [[word for word in shlex.split(line, comments=True)[1:] if "[@]" not in word] for line in lines]
 
 
 def shown_requests():
