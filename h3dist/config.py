@@ -80,6 +80,7 @@ class ExchangeConfig:
     variant: str = "heads"  # heads: q, k and v move; hidden: all rows do, before the projection
     groups: str = "1"  # groups of heads, one of which moves while another is attended to
     codec: str = "none"  # int8: codes and a scale a block, which is approximate
+    chunks: int = 1  # of the columns that a tp group sums, one of which moves while the next is multiplied
     rows: str = "plain"  # packed: gathered rows go as the codes that NVFP4 products take, with the same result
 
 
@@ -172,6 +173,7 @@ CHOICES: Mapping[str, tuple[str, ...]] = {
 POSITIVE = (
     "runtime.timeout",
     "runtime.stage_timeout",
+    "exchange.chunks",
     "parallel.dp",
     "parallel.sp",
     "parallel.tp",

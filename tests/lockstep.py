@@ -122,6 +122,9 @@ class HandExchange:
         values = self.world.meet(self.rank, o)
         return torch.cat([values[rank][slice(*self.part.group_rows)] for rank in self.sp_group], dim=1)
 
+    def column_spans(self, width: int) -> tuple[tuple[int, int], ...]:
+        return ((0, width),)
+
     def attend(self, q: Tensor, k: Tensor, v: Tensor, attention: Callable[..., Tensor]) -> Tensor:
         return self.to_rows(attention(*self.to_heads(q, k, v)))
 

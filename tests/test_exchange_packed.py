@@ -86,6 +86,14 @@ def test_packed_rows_give_the_same_bits_from_fewer_bytes(world, path, variant, l
     assert all(plain[name] == packed[name] for name in set(LABELS) - {"rows.gather", "hidden.gather"})
 
 
+def test_fp4_sums_by_runs_of_columns_are_near_those_of_the_whole(world, path):
+    layout, clip = Layout(tp=3), Geometry(32, 64, 22)
+    plans = [plan_of(path, layout, clip, ExchangePlan(rows="packed", chunks=chunks)) for chunks in (1, 3)]
+    (want, _, sent), (got, _, counted) = (world.run(velocities, path, plan, ranks=3, limit=120)[0] for plan in plans)
+    assert ((got - want).norm() / want.norm()).item() <= 1e-5
+    assert counted == sent
+
+
 def test_only_fp4_products_take_packed_rows(path):
     plan = plan_of(path, Layout(tp=2), Geometry(32, 32, 5), ExchangePlan(rows="packed"))
     assert packing(dense_linear, plan) is dense_linear

@@ -129,6 +129,27 @@ def single_sequence_rank(seat, plan: Plan) -> None:
     assert error(attended(comm.exchange(plan), share, whole), whole.output(share)) < 1e-6
 
 
+def summed(seat, layout: Layout) -> None:
+    """Partial results summed by runs of columns, more than there are too: the bits and bytes of the whole."""
+    comm, width = seat.connect(layout), 333
+    for rows, chunks in ((37, 2), (37, 5), (5, 99)):
+        plan = plan_of(layout, rows, ExchangePlan(chunks=chunks))
+        share, moves = plan.shares[seat.rank], comm.exchange(plan)
+        group = share.group_rows[1] - share.group_rows[0]
+        partial_gN = torch.randn(group, width, generator=torch.Generator().manual_seed(seat.rank))
+        comm.counted.update(dict.fromkeys(LABELS, 0))
+        want, spans = moves.reduce_rows(partial_gN), moves.column_spans(width)
+        sent = comm.counted["rows.reduce"]
+        assert len(spans) == min(chunks, 21) and {start % (16 if chunks > 5 else 32) for start, _ in spans} == {0}
+        assert torch.equal(moves.reduce_columns(partial_gN[:, a:b] for a, b in spans), want)
+        assert comm.counted["rows.reduce"] == 2 * sent
+
+
+@pytest.mark.parametrize("layout", [Layout(tp=3), Layout(sp=2, tp=3)], ids=str)
+def test_sums_by_runs_of_columns_are_those_of_the_whole(world, layout):
+    world.run(summed, layout, ranks=layout.world)
+
+
 def coded(seat, layout: Layout) -> list[tuple[tuple[float, float], dict[str, tuple[float, float]]]]:
     """Of each run with codes, the sums of squares of the output's error and of it, and what it says of rounding."""
     comm, found = seat.connect(layout), []

@@ -14,8 +14,9 @@ from h3dist.checkpoint.comfy import DenoiserFile, open_denoiser
 from h3dist.checkpoint.shard import rank_file_bytes
 from h3dist.checkpoint.tiny import write_tiny
 from h3dist.geometry import Geometry
-from h3dist.model.block import View, attend, swiglu
+from h3dist.model.block import View, attend
 from h3dist.model.denoiser import Denoiser
+from h3dist.model.elementwise import PLAIN
 from h3dist.model.exchange import Alone
 from h3dist.model.linear import Fp4Kernels, Fp4Linear, dense_linear
 from h3dist.model.modulation import tables
@@ -58,7 +59,8 @@ def test_partial_attention_and_mlp_of_all_shares_sum_to_the_whole(dfile: Denoise
         block = read_block(dfile, "blocks.1", heads, ffn, device=CPU, dtype=torch.float32)
         assert block.qkv.shape == (3 * (heads[1] - heads[0]) * HEAD_DIM, HIDDEN)
         assert block.fc2.shape == (HIDDEN, ffn[1] - ffn[0])
-        return attend(h, block, at), swiglu(h, block, dense_linear)
+        activated = PLAIN.activate(dense_linear(h, block.fc1))
+        return dense_linear(attend(h, block, at), block.out), dense_linear(activated, block.fc2)
 
     whole = partials((0, HEADS), (0, FFN))
     parts = [partials(part.tp_heads, part.ffn) for part in make_parts(packing.rows, HEADS, FFN, 1, tp)]

@@ -36,10 +36,10 @@ LAYOUTS = [
     *(Layout(sp=sp, tp=tp) for sp, tp in ((2, 2), (2, 3), (3, 2))),
 ]
 LIMIT = 200  # seconds for a case on a machine that others load too
-EXCHANGES = [  # layout, exchange.variant, exchange.groups
-    (Layout(sp=5), "hidden", 1),
-    (Layout(sp=3), "heads", 3),
-    (Layout(sp=2, tp=3), "hidden", 3),
+EXCHANGES = [
+    (Layout(sp=5), ExchangeConfig("hidden", "1")),
+    (Layout(sp=3), ExchangeConfig("heads", "3")),
+    (Layout(sp=2, tp=3), ExchangeConfig("hidden", "3", chunks=3)),
 ]
 NEAR = 1e-6  # of one rank's latents, in the same norm
 TOLERANCE = 1e-5  # relative, in the 2-norm; all runs are in float32
@@ -123,34 +123,33 @@ def test_a_layout_gives_the_official_latents_after_every_step(case, world, layou
         assert rank.heavy == (), "only rank 0 encodes and decodes"
 
 
-def exchanging(case: Case, **settings: object) -> Run:
+def exchanging(case: Case, exchange: ExchangeConfig) -> Run:
     """The run with another `exchange`."""
-    settings = {key: str(value) for key, value in settings.items()}
-    return replace(case.run, config=replace(case.run.config, exchange=ExchangeConfig(**settings)))
+    return replace(case.run, config=replace(case.run.config, exchange=exchange))
 
 
-@pytest.mark.parametrize(("layout", "variant", "groups"), EXCHANGES, ids=str)
-def test_another_exchange_gives_the_latents_of_one_rank(case, world, layout, variant, groups):
-    run = exchanging(case, variant=variant, groups=groups)
+@pytest.mark.parametrize(("layout", "exchange"), EXCHANGES, ids=str)
+def test_another_exchange_gives_the_latents_of_one_rank(case, world, layout, exchange):
+    run = exchanging(case, exchange)
     ranks = world.run(walk, run, layout, ranks=layout.world, limit=LIMIT)
     found = {key: distance(ranks[0].trace[key], want) for key, want in case.single.trace.items()}
     assert max(found.values()) <= NEAR, found
     assert {rank.hashes for rank in ranks} == {ranks[0].hashes}
     for rank in ranks:
         assert rank.sent == rank.planned and rank.file_bytes[0] == rank.file_bytes[1]
-        assert (rank.sent["hidden.gather"] > 0) == (variant == "hidden")
+        assert (rank.sent["hidden.gather"] > 0) == (exchange.variant == "hidden")
 
 
 def test_codes_are_told_in_the_sidecar_as_approximate(case, world):
-    run = exchanging(case, groups=2, codec="int8")
+    run = exchanging(case, ExchangeConfig("heads", "2", "int8"))
     ranks = world.run(walk, run, Layout(sp=2), ranks=2, limit=LIMIT)
     assert NEAR < distance(ranks[0].trace["video_latents"], case.single.trace["video_latents"]) < 0.05
-    reports = [RankReport("cpu", rank.sent, 0, 0, rank.rounding) for rank in ranks]
+    reports = [RankReport("cpu", rank.sent, 0, 0, 0.0, rounding=rank.rounding) for rank in ranks]
     told = describe_exchange(ExchangePlan("heads", 2, "int8"), reports)
     assert told["how"] == "heads in 2 groups as int8 codes (approximate)" and not told["exact"]
     assert "approximate" in told["note"] and told["relative_error"].keys() == {"q", "k", "v", "output"}
     assert all(1e-3 < value < 0.01 for value in told["relative_error"].values()), told
-    plain = RankReport("cpu", case.single.sent, 0, 0, case.single.rounding)
+    plain = RankReport("cpu", case.single.sent, 0, 0, 0.0, rounding=case.single.rounding)
     assert describe_exchange(ExchangePlan(), [plain]) == {"how": "heads in 1 group", "exact": True}
 
 

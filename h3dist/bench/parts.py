@@ -147,6 +147,9 @@ class Still:
     def gather_projected(self, x_sC: Tensor) -> Tensor:
         return self._group
 
+    def column_spans(self, width: int) -> tuple[tuple[int, int], ...]:
+        return ((0, width),)
+
     def attend(self, q_gHD: Tensor, k_gHD: Tensor, v_gHD: Tensor, attention: Attention) -> Tensor:
         return attention(q_gHD, k_gHD, v_gHD)
 

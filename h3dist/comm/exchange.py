@@ -4,6 +4,8 @@ Shape letters: S all rows; s own rows, g rows of the tp group, p rows projected 
 share, h heads attended to here; D head size; C hidden; O outputs of both heads.
 """
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor
 
@@ -11,7 +13,7 @@ from h3dist.comm.codec import Int8, Plain
 from h3dist.comm.heads import Attention, HeadMoves
 from h3dist.comm.rounding import Rounding
 from h3dist.comm.wire import Wire
-from h3dist.plan import Plan, Span
+from h3dist.plan import Plan, Span, column_spans
 
 
 class RankExchange:
@@ -28,6 +30,7 @@ class RankExchange:
         self._rows, self._chunk = plan.rows, plan.chunk
         self._own, self._group = _length(share.rows), _length(share.group_rows)
         self._piece = min(plan.chunk, self._group)  # rows of an even piece: those of the tp group's first rank
+        self._chunks = plan.exchange.chunks
         self._hidden = plan.exchange.hidden_on(plan.layout)
         self.rounding = Rounding()
         codec = Plain() if plan.exchange.codec == "none" else Int8(self.rounding)
@@ -52,6 +55,17 @@ class RankExchange:
             return partial_gC
         padded = _pad_rows(partial_gC, self._piece * self._tp.group.size)
         return self._tp.reduce_scatter("rows.reduce", padded).narrow(0, 0, self._own)
+
+    def column_spans(self, width: int) -> tuple[Span, ...]:
+        """In which runs of columns partial results [g, width] are to be summed, the ways of one beside the next."""
+        return column_spans(width, self._chunks) if self._tp else ((0, width),)
+
+    def reduce_columns(self, partials_gc: Iterable[Tensor]) -> Tensor:
+        """As `reduce_rows`, of partial results that come one run of columns after the other."""
+        assert self._tp is not None
+        padded = (_pad_rows(partial_gc, self._piece * self._tp.group.size) for partial_gc in partials_gc)
+        sums = [self._tp.reduce_scatter_later("rows.reduce", partial) for partial in padded]
+        return torch.cat([finish().narrow(0, 0, self._own) for finish in sums], dim=1)
 
     def attend(self, q_pjD: Tensor, k_pjD: Tensor, v_pjD: Tensor, attention: Attention) -> Tensor:
         """o_gHD: my group's rows of our heads, of attention over all rows."""

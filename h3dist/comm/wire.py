@@ -80,6 +80,11 @@ class Wire(ABC):
         self._begin(label, x.nbytes // self.group.size * (self.group.size - 1))
         return self._reduce(label, x.contiguous())
 
+    def reduce_scatter_later(self, label: str, x: Tensor) -> Callable[[], Tensor]:
+        """As `reduce_scatter`, but begun only, as `all_to_all_later` without `hold`."""
+        self._begin(label, x.nbytes // self.group.size * (self.group.size - 1))
+        return self._start_reduce(label, x.contiguous())
+
     def broadcast(self, label: str, x: Tensor) -> Tensor:
         """The first rank's `x` on all; the others give a tensor of its shape and dtype, which may be overwritten."""
         self._begin(label, x.nbytes * (self.group.size - 1) if self.group.index == 0 else 0)
@@ -117,6 +122,8 @@ class Wire(ABC):
     @abstractmethod
     def _reduce(self, label: str, x: Tensor) -> Tensor: ...
     @abstractmethod
+    def _start_reduce(self, label: str, x: Tensor) -> Callable[[], Tensor]: ...
+    @abstractmethod
     def _spread(self, label: str, x: Tensor) -> Tensor: ...
 
 
@@ -148,12 +155,20 @@ class GlooWire(Wire):
         return finish
 
     def _reduce(self, label: str, x: Tensor) -> Tensor:
+        return self._start_reduce(label, x)()
+
+    def _start_reduce(self, label: str, x: Tensor) -> Callable[[], Tensor]:
         """An all-to-all and a float32 sum in the order of the ranks: gloo's own reduce-scatter sends twice as much."""
         even = [x.numel() // self.group.size] * self.group.size
-        first, *others = self._exchange(label, x.flatten(), even, even).view(self.group.size, -1).float()
-        for part in others:
-            first = first + part
-        return first.to(x.dtype).view(x.shape[0] // self.group.size, *x.shape[1:])
+        came = self._start(label, x.flatten(), even, even, False)
+
+        def finish() -> Tensor:
+            first, *others = came().view(self.group.size, -1).float()
+            for part in others:
+                first = first + part
+            return first.to(x.dtype).view(x.shape[0] // self.group.size, *x.shape[1:])
+
+        return finish
 
     def _spread(self, label: str, x: Tensor) -> Tensor:
         whole = _to_bytes(x)
@@ -229,6 +244,16 @@ class NcclWire(Wire):
         mine = x.new_empty(x.shape[0] // self.group.size, *x.shape[1:])
         self._run(label, _reduce_scatter, mine, x)
         return mine
+
+    def _start_reduce(self, label: str, x: Tensor) -> Callable[[], Tensor]:
+        mine = x.new_empty(x.shape[0] // self.group.size, *x.shape[1:])
+        work = self._run(label, partial(_reduce_scatter, async_op=True), mine, x)
+
+        def finish() -> Tensor:
+            work.wait()  # what is computed from now on comes after it
+            return mine
+
+        return finish
 
     def _spread(self, label: str, x: Tensor) -> Tensor:
         self._run(label, dist.broadcast, x, self.group.ranks[0])

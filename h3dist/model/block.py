@@ -9,13 +9,13 @@ H heads of its tensor-parallel share; D head size; C hidden; f its feed-forward 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
 from h3dist.attention.backend import Attention
+from h3dist.model.columns import reduced
 from h3dist.model.dense import Linear
 from h3dist.model.elementwise import ATTENTION, MLP, PLAIN, Elementwise, Runs
 from h3dist.model.exchange import Exchange
@@ -43,21 +43,21 @@ def run_block(x_sC: Tensor, weights: BlockWeights, table_R6C: Tensor, view: View
     between, exchange, runs = view.elementwise, view.exchange, view.runs
     h_sC = between.modulate(x_sC, weights.norm1, table_R6C[:, ATTENTION:], runs)
     h_pC = gathered(h_sC, weights.qkv, view.linear, exchange.gather_projected)
-    y_sC = exchange.reduce_rows(attend(h_pC, weights, view))
+    y_sC = reduced(attend(h_pC, weights, view), weights.out, view.linear, exchange)
     del h_sC, h_pC
 
     h_sC = between.add_modulate(x_sC, y_sC, table_R6C, weights.norm2, runs)
     h_gC = gathered(h_sC, weights.fc1, view.linear, exchange.gather_rows)
-    y_sC = exchange.reduce_rows(swiglu(h_gC, weights, view.linear, between.activate))
+    y_sC = reduced(between.activate(view.linear(h_gC, weights.fc1)), weights.fc2, view.linear, exchange)
     between.add(x_sC, y_sC, table_R6C[:, MLP:], runs)
 
 
 def attend(h_pC: Rows, weights: BlockWeights, view: View) -> Tensor:
-    """This share's part of the attention output, [g, C]: the sum over the shares is the whole."""
+    """The attention output of this share's heads, [g, HD]: what the output projection takes."""
     q_pjD, k_pjD, v_pjD = project_heads(h_pC, weights, view.linear)
     q_pjD, k_pjD = view.elementwise.turn(q_pjD, k_pjD, weights.q_norm, weights.k_norm, view.rotation)
     o_gHD = view.exchange.attend(q_pjD, k_pjD, v_pjD, view.attention)
-    return view.linear(o_gHD.flatten(1), weights.out)
+    return o_gHD.flatten(1)
 
 
 def project_heads(h_pC: Rows, weights: BlockWeights, linear: Linear) -> tuple[Tensor, Tensor, Tensor]:
@@ -67,10 +67,3 @@ def project_heads(h_pC: Rows, weights: BlockWeights, linear: Linear) -> tuple[Te
     """
     size = weights.q_norm.shape[0]
     return linear(h_pC, weights.qkv).unflatten(1, (3, -1, size)).unbind(1)
-
-
-def swiglu(
-    h_gC: Rows, weights: BlockWeights, linear: Linear, activate: Callable[[Tensor], Tensor] = PLAIN.activate
-) -> Tensor:
-    """This share's part of fc2(silu(gate) * up), [g, C]."""
-    return linear(activate(linear(h_gC, weights.fc1)), weights.fc2)

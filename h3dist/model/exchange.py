@@ -6,6 +6,7 @@ j heads; H heads of its tensor-parallel share; D head size; C hidden; O outputs 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Protocol
 
 import torch
@@ -25,6 +26,12 @@ class Exchange(Protocol):
 
     def reduce_rows(self, partial_gC: Tensor) -> Tensor:
         """x_sC: the sum of the partial results over the tensor-parallel group, this rank's rows of it."""
+
+    def column_spans(self, width: int) -> tuple[tuple[int, int], ...]:
+        """The runs of columns in which partial results are summed: one, for reduce_rows, or more."""
+
+    def reduce_columns(self, partials_gc: Iterable[Tensor]) -> Tensor:
+        """As reduce_rows, of partial results that come one run of columns after the other."""
 
     def attend(self, q_pjD: Tensor, k_pjD: Tensor, v_pjD: Tensor, attention: Attention) -> Tensor:
         """o_gHD: attention over all rows, of the rows of the tensor-parallel group and the heads of its share."""
@@ -47,6 +54,12 @@ class Alone:
 
     def reduce_rows(self, partial_gC: Tensor) -> Tensor:
         return partial_gC
+
+    def column_spans(self, width: int) -> tuple[tuple[int, int], ...]:
+        return ((0, width),)
+
+    def reduce_columns(self, partials_gc: Iterable[Tensor]) -> Tensor:
+        return torch.cat(list(partials_gc), dim=1)
 
     def attend(self, q_pjD: Tensor, k_pjD: Tensor, v_pjD: Tensor, attention: Attention) -> Tensor:
         return attention(q_pjD, k_pjD, v_pjD)

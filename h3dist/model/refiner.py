@@ -12,9 +12,9 @@ from torch import Tensor
 from h3dist.attention.sdpa import sdpa
 from h3dist.checkpoint.comfy import DenoiserFile
 from h3dist.checkpoint.shard import read_tensor
-from h3dist.model.block import project_heads, swiglu
+from h3dist.model.block import project_heads
 from h3dist.model.dense import dense_linear
-from h3dist.model.elementwise import NORM_EPS
+from h3dist.model.elementwise import NORM_EPS, PLAIN
 from h3dist.model.weights import BlockWeights, read_block, read_projection
 
 
@@ -43,4 +43,4 @@ def refine_block(x_LC: Tensor, weights: BlockWeights) -> None:
     o_LHD = sdpa(q_LHD, k_LHD, v_LHD)
     x_LC += dense_linear(o_LHD.flatten(1), weights.out)
     h_LC = F.rms_norm(x_LC, weights.norm2.shape, weights.norm2, NORM_EPS)
-    x_LC += swiglu(h_LC, weights, dense_linear)
+    x_LC += dense_linear(PLAIN.activate(dense_linear(h_LC, weights.fc1)), weights.fc2)

@@ -7,7 +7,8 @@ Either way the output goes back to its rows. With `groups` > 1 a rank's heads go
 while attention works on another. The codec "int8" sends codes and a scale a block: approximate, only where asked for.
 With rows "packed" what is gathered, hidden rows and those of a tp group, goes as the FP4 codes and block scales that an
 NVFP4 product takes, where it is one: the same result from 3.56 times fewer bytes. Where sp is 1 no heads move, and the
-variants are one.
+variants are one. With `chunks` > 1 the partial results of a tp group are summed by runs of columns, one while the next
+is multiplied.
 """
 
 from dataclasses import dataclass
@@ -32,14 +33,16 @@ class ExchangePlan:
     groups: int = 1
     codec: str = "none"
     rows: str = "plain"
+    chunks: int = 1
 
     def __post_init__(self) -> None:
         for name, choices in (("variant", VARIANTS), ("codec", CODECS), ("rows", ROWS)):
             value = getattr(self, name)
             if value not in choices:
                 raise ConfigError(f"exchange.{name}={value}: use {' or '.join(choices)}{nearest(value, choices)}")
-        if self.groups < 1:
-            raise ConfigError(f"exchange.groups={self.groups}: the least is 1")
+        for name in ("groups", "chunks"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"exchange.{name}={getattr(self, name)}: the least is 1")
 
     def hidden_on(self, layout: Layout) -> bool:
         """Whether a run on `layout` gathers hidden rows in the place of moving q, k and v."""
@@ -58,26 +61,29 @@ class ExchangePlan:
 
     def __str__(self) -> str:
         coded = "" if self.codec == "none" else f" as {self.codec} codes (approximate)"
-        packed = ", rows packed" if self.rows == "packed" else ""
-        return f"{self.variant} in {self.groups} group{'s' * (self.groups > 1)}{coded}{packed}"
+        more = ", rows packed" if self.rows == "packed" else ""
+        more += f", sums in {self.chunks} chunks" if self.chunks > 1 else ""
+        return f"{self.variant} in {self.groups} group{'s' * (self.groups > 1)}{coded}{more}"
 
 
 PLAIN = ExchangePlan()
 
 
-def choose_exchange(variant: str, groups: str, codec: str, rows: str = ROWS[0]) -> ExchangePlan:
+def choose_exchange(variant: str, groups: str, codec: str, rows: str = ROWS[0], chunks: int = 1) -> ExchangePlan:
     """What the configuration's `exchange` means where nothing is known of the machine. Raises ConfigError.
 
     "auto" is then the plain way: heads, in one group.
     """
-    return open_exchanges(variant, groups, codec, rows)[0]
+    return open_exchanges(variant, groups, codec, rows, chunks)[0]
 
 
-def open_exchanges(variant: str, groups: str, codec: str, rows: str = ROWS[0]) -> tuple[ExchangePlan, ...]:
+def open_exchanges(
+    variant: str, groups: str, codec: str, rows: str = ROWS[0], chunks: int = 1
+) -> tuple[ExchangePlan, ...]:
     """Every exchange that the configuration leaves to be chosen from, the plainest first. Raises ConfigError.
 
-    A codec, and packed rows, are taken where they are named, and never otherwise.
+    A codec, packed rows and chunks are taken where they are named, and never otherwise.
     """
     variants = VARIANTS if variant == AUTO else (variant,)
     numbers = GROUPS if groups == AUTO else (int(groups),)
-    return tuple(ExchangePlan(each, number, codec, rows) for each in variants for number in numbers)
+    return tuple(ExchangePlan(each, number, codec, rows, chunks) for each in variants for number in numbers)

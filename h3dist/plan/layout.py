@@ -120,6 +120,13 @@ def ffn_split(ffn: int, tp: int) -> tuple[Span, ...]:
     return tuple((a * unit, min(ffn, b * unit)) for a, b in split_ragged(-(-ffn // unit), tp))
 
 
+def column_spans(width: int, parts: int) -> tuple[Span, ...]:
+    """`width` outputs of a product in `parts` runs, or as many as there are, in whole units as FFN columns are."""
+    unit = next((unit for unit in FFN_UNITS if -(-width // unit) >= parts), FFN_UNITS[-1])
+    units = -(-width // unit)
+    return tuple((a * unit, min(width, b * unit)) for a, b in split_ragged(units, min(parts, units)))
+
+
 def make_layout(
     mode: str,
     world: int,
