@@ -46,24 +46,24 @@ def check_memory(plan: Plan, free: Sequence[int], cuts: Iterable[Iterable[Cut]] 
         return
     rank = max(range(len(free)), key=lambda r: plan.peaks[r] - free[r])
     stage, need = max(plan.memory[rank].items(), key=lambda item: item[1])
-    layouts = [f"the nearest that fits is {way}" for way in _nearest_fit(plan, min(free))]
-    smaller = [
-        f"{'or ' if layouts or number else 'what fits is '}{way}" for number, way in enumerate(_cut(plan, free, cuts))
-    ]
-    ways = [*layouts, *smaller][:WAYS]
-    advice = "; ".join([*([] if layouts else [_no_layout(plan, stage)]), *ways])
-    if not ways and stage == "denoise":
-        advice += ": ask for fewer frames or a smaller canvas"
     raise PlanError(
         f"rank {rank} needs about {need / GIB:.1f} GiB to {stage} and {free[rank] / GIB:.1f} GiB are free "
-        f"({plan.layout}, {plan.rows} rows); {advice}"
+        f"({plan.layout}, {plan.rows} rows); {_advice(plan, free, stage, cuts)}"
     )
 
 
-def _no_layout(plan: Plan, stage: str) -> str:
+def _advice(plan: Plan, free: Sequence[int], stage: str, cuts: Iterable[Iterable[Cut]]) -> str:
+    """The ways out in words, or that there are none."""
+    layouts, smaller = list(_nearest_fit(plan, min(free))), _cut(plan, free, cuts)
+    ways = [*layouts, *smaller][:WAYS]
+    begin = "the nearest that fits is " if layouts else "what fits is "
+    told = [begin + "; or ".join(ways)] if ways else []
+    if layouts:
+        return told[0]
     if stage in ("encode", "refine"):
-        return "no layout changes that"
-    return f"no layout of up to {max(plan.layout.world, MACHINE)} ranks fits"
+        return "; ".join(["no layout changes that", *told])
+    none = f"no layout of up to {max(plan.layout.world, MACHINE)} ranks fits"
+    return f"{none}; {told[0]}" if told else f"{none}: ask for fewer frames or a smaller canvas"
 
 
 def _nearest_fit(plan: Plan, free: int) -> Iterator[str]:
