@@ -14,6 +14,7 @@ if [[ -n ${SMOKE:-} ]]; then
 fi
 name=$("$python" -c "import torch; print(torch.cuda.get_device_name().replace(' ', '-').lower())")
 out=${1:-benchmarks/results/$name-variants-$(date +%F).json}
-"$python" -m pytest -q -m gpu tests/test_model_fused.py tests/test_model_narrow.py tests/test_attention.py || echo "FAILED"
+"$python" -m pytest -q -m gpu tests/test_model_fused.py tests/test_model_narrow.py tests/test_model_offload.py \
+    tests/test_attention.py || echo "FAILED"
 "$python" -m h3dist bench --blocks "${BLOCKS:-10}" --repeats 5 --limit $((${LIMIT:-560} - SECONDS)) \
     --variants --diffusers --out "$out"

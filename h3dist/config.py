@@ -51,6 +51,7 @@ class RuntimeConfig:
     stage_timeout: float = 1800  # seconds the others wait while one rank works alone
     allow_untrained: bool = False  # clips over 362 frames, prompts over 7000 characters
     gemm: str = "auto"  # dense, nvfp4, fp8 or int8 products; auto: nvfp4 on GPUs that have it, else dense
+    offload: str = "none"  # blocks: they wait in the host's memory, two at a time on the device; CUDA only
     fused: str = "off"  # on: fewer passes over memory between products, weights made dense ahead; CUDA only
 
 
@@ -161,6 +162,7 @@ CHOICES: Mapping[str, tuple[str, ...]] = {
     "runtime.backend": ("auto", "nccl", "gloo"),
     "runtime.gemm": ("auto", "dense", "nvfp4", "fp8", "int8"),
     "runtime.fused": ("off", "on"),
+    "runtime.offload": ("none", "blocks"),
     "parallel.mode": ("auto", "single", "ulysses", "tensor", "hybrid"),
     "exchange.variant": ("auto", "heads", "hidden"),
     "exchange.codec": ("none", "int8"),

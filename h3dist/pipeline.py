@@ -179,7 +179,8 @@ def prepare(site: Site, started: Started) -> Prepared:
         elementwise = choose_elementwise(site.config.runtime.fused, site.device)
         states_Lt, rows_LC, kept = encode(site, started) if site.first else (None, None, None)
         share = plan.shares[site.ranks.rank]
-        weights = load_denoiser(started.dfile, share, device=site.device, dtype=dtype, gemm=plan.gemm)
+        kept_as = {"gemm": plan.gemm, "offload": plan.stored.resident_blocks is not None}
+        weights = load_denoiser(started.dfile, share, device=site.device, dtype=dtype, **kept_as)
         times = started.schedule.times_v, started.schedule.times_a
         modulation = tables(started.dfile, *times, device=site.device, dtype=dtype, kept=bool(plan.conditions))
     shape = (plan.text_rows, plan.dims.hidden)

@@ -21,6 +21,7 @@ from h3dist.text.tokenizer import count_tokens
 if TYPE_CHECKING:
     from h3dist.checkpoint.comfy import DenoiserDims, DenoiserFile, Slots
 
+OFFLOADED = 2  # blocks on the device at a time: the one that computes, and the one that arrives
 HOST_RESERVE = 1 << 28  # a rank's Python and torch on a CPU
 CHARACTERS_PER_TOKEN = 4  # of English; without a tokenizer the plan estimates
 
@@ -104,7 +105,7 @@ def plan_on(
     options = {} if device == "cuda" else {"reserve": HOST_RESERVE}
     dtype = compute_dtype(config, device)
     gemm = choose_gemm(config.runtime.gemm, capability, dtype)
-    check_fused(config, device)
+    check_cuda(config, device)
     fp4, amax = fp4_linears(facts.dims, facts.dfile, capability, dtype) if gemm == "nvfp4" else (0, 0)
     return make_plan(
         resolved,
@@ -122,6 +123,7 @@ def plan_on(
         conditions=conditions_of(resolved, config.sampler.noise),
         exchange=exchange or choose_exchange(**vars(config.exchange)),
         gemm=gemm,
+        resident_blocks=OFFLOADED if config.runtime.offload == "blocks" else None,
         decode=config.decode.mode,
         device=device,
         **options,
@@ -135,10 +137,17 @@ def compute_dtype(config: Config, device: str) -> str:
     return "bfloat16" if device == "cuda" else "float32"
 
 
-def check_fused(config: Config, device: str) -> None:
-    """Raises `ConfigError` for the fused path without CUDA."""
-    if config.runtime.fused == "on" and device != "cuda":
-        raise ConfigError(f"runtime.fused=on is for CUDA devices, and this is {device}; use runtime.fused=off")
+def check_cuda(config: Config, device: str) -> None:
+    """Raises `ConfigError` for what is made for CUDA alone: the fused path, and blocks in the host's memory."""
+    for key, asked, off in (
+        ("fused", config.runtime.fused == "on", "off"),
+        ("offload", config.runtime.offload == "blocks", "none"),
+    ):
+        if asked and device != "cuda":
+            value = getattr(config.runtime, key)
+            raise ConfigError(
+                f"runtime.{key}={value} is for CUDA devices, and this is {device}; use runtime.{key}={off}"
+            )
 
 
 def check_backend(config: Config, device: str) -> str:

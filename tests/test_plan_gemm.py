@@ -54,6 +54,16 @@ def test_a_plan_that_does_not_fit_narrow_weights_is_refused() -> None:
         check_memory(plan_of(gemm="fp8"), [free])
 
 
+def test_blocks_in_the_host_s_memory_leave_two_on_the_device() -> None:
+    whole, two = plan_of(), plan_of(resident_blocks=2)
+    linears = 9 / 16 * whole.dims.layers * 5376 * (4 * 7168 + 3 * 14336)
+    gone = whole.shares[0].weight_bytes - two.shares[0].weight_bytes
+    assert gone == pytest.approx(linears * 48 / 50, rel=1e-6)
+    assert any("10.8 GB of blocks a rank wait in the host's memory" in note for note in two.notes)
+    assert whole.shares[0].file_bytes == two.shares[0].file_bytes and whole.notes == two.notes[:-1]
+    assert plan_of(Layout(tp=2), resident_blocks=2).shares[0].weight_bytes < two.shares[0].weight_bytes
+
+
 def test_without_a_rate_there_is_no_prediction_and_with_one_there_is() -> None:
     H200, plan = load_rates().named("H200"), plan_of(gemm="fp8")
     assert missing_rate(plan, H200) == "product.fp8" and missing_rate(plan_of(), H200) is None
@@ -83,6 +93,9 @@ def test_the_configuration_s_choice_is_the_plan_s(monkeypatch: pytest.MonkeyPatc
         planned((8, 0), "runtime.gemm=fp8")
     with pytest.raises(ConfigError, match="CUDA devices, and this is cpu"):
         planned(None, "runtime.fused=on")
+    with pytest.raises(ConfigError, match=r"runtime\.offload=blocks is for CUDA devices.*runtime\.offload=none"):
+        planned(None, "runtime.offload=blocks")
     assert planned((9, 0), "runtime.fused=on").gemm == "dense"
+    assert planned((9, 0), "runtime.offload=blocks").stored.resident_blocks == 2
     with pytest.raises(ConfigError, match=r"runtime\.gemm=fp9.*did you mean 'fp8'"):
         compose(["runtime.gemm=fp9"])

@@ -123,7 +123,7 @@ def linear_of_run(
 
     Raises ConfigError and MissingDependency.
     """
-    if ahead and plan.gemm == "dense":
+    if ahead and plan.gemm == "dense" and isinstance(weights.blocks, tuple):  # others are new tensors each time
         fill = triton_fill() if weights.device.type == "cuda" else plain_fill
         return AheadLinear(weights.linears, weights.dtype, weights.device, fill)
     return choose_linear(capability, exchange, weights.dtype, plan.gemm)

@@ -6,6 +6,7 @@ columns, O outputs of both heads.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -16,6 +17,7 @@ from h3dist.checkpoint.comfy import DenoiserDims, DenoiserFile
 from h3dist.checkpoint.formats import Weight
 from h3dist.checkpoint.shard import fc1_slice, fc2_slice, out_slice, qkv_slice, read_linear, read_tensor
 from h3dist.model.narrow import narrowed
+from h3dist.model.offload import OffloadedBlocks
 from h3dist.plan import Share
 
 LINEAR_FIELDS = ("qkv", "out", "fc1", "fc2")  # in the order in which a block multiplies
@@ -47,7 +49,7 @@ class DenoiserWeights:
     """All that stays resident: blocks as stored, norms in the compute dtype, the float32 layers dense."""
 
     dims: DenoiserDims
-    blocks: tuple[BlockWeights, ...]
+    blocks: Sequence[BlockWeights]
     video_in: Projection
     audio_in: Projection
     final_norm: Tensor
@@ -70,21 +72,26 @@ class DenoiserWeights:
 
 
 def load_denoiser(
-    dfile: DenoiserFile, share: Share, *, device: torch.device | str, dtype: torch.dtype, gemm: str = "dense"
+    dfile: DenoiserFile,
+    share: Share,
+    *,
+    device: torch.device | str,
+    dtype: torch.dtype,
+    gemm: str = "dense",
+    offload: bool = False,
 ) -> DenoiserWeights:
-    """Read what this rank keeps: its slices of every block, rounded where `gemm` is fp8 or int8; small layers whole."""
+    """Read what this rank keeps: its slices of every block, rounded where `gemm` is fp8 or int8; small layers whole.
+
+    offload: the blocks are left in the host's memory, and come when they are asked for.
+    """
     projected = share.projected_heads
     heads = [read_projection(dfile, f"final_layer.{name}_out", device) for name in ("video", "audio")]
+    names = (f"blocks.{index}" for index in range(dfile.dims.layers))
+    read = (read_block(dfile, name, share.tp_heads, share.ffn, projected, device=device, dtype=dtype) for name in names)
+    blocks = (narrow_block(block, gemm, dtype) for block in read)
     return DenoiserWeights(
         dims=dfile.dims,
-        blocks=tuple(
-            narrow_block(
-                read_block(dfile, f"blocks.{index}", share.tp_heads, share.ffn, projected, device=device, dtype=dtype),
-                gemm,
-                dtype,
-            )
-            for index in range(dfile.dims.layers)
-        ),
+        blocks=OffloadedBlocks(blocks, torch.device(device)) if offload else tuple(blocks),
         video_in=read_projection(dfile, "video_patch_proj", device),
         audio_in=read_projection(dfile, "audio_patch_proj", device),
         final_norm=read_tensor(dfile, "final_layer.norm.weight").to(device, dtype),

@@ -39,12 +39,14 @@ class Stored:
     video_vae: int = 0
     audio_vae: int = 0
     gemm: str = "dense"  # how those linears are multiplied: see `gemm`
+    resident_blocks: int | None = None  # on the device at a time, the others in the host's memory; None: all
 
 
 def weight_bytes(work: Work, stored: Stored, share: "Share") -> int:
-    """What a rank keeps of the denoiser for a whole run: quantised slices, small tensors, the modulation table."""
+    """What a rank keeps of the denoiser on its device: quantised slices, small tensors, the modulation table."""
     cut = _length(share.tp_heads), _length(share.ffn), _length(share.projected_heads)
-    linears = round(stored.bytes_per_weight * linear_weights(work.dims, *cut))
+    held = min(work.dims.layers, stored.resident_blocks or work.dims.layers) / work.dims.layers
+    linears = round(held * stored.bytes_per_weight * linear_weights(work.dims, *cut))
     return linears + kept_bytes(work.dims) + modulation_bytes(work.dims, work.steps, kept=bool(work.conditions))
 
 

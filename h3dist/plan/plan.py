@@ -18,7 +18,7 @@ from h3dist.plan.gemm import resident_bytes
 from h3dist.plan.layout import Layout, Span, ffn_split, split_heads, split_rows
 from h3dist.plan.memory import CUDA_RESERVE, Stored, estimate, weight_bytes
 from h3dist.plan.traffic import ELEMENT_BYTES, Work, sent
-from h3dist.plan.weights import bytes_per_weight, file_bytes, packed_inputs
+from h3dist.plan.weights import bytes_per_weight, file_bytes, linear_weights, packed_inputs
 
 if TYPE_CHECKING:
     from h3dist.checkpoint.comfy import DenoiserDims, DenoiserFile
@@ -124,6 +124,7 @@ def make_plan(
     conditions: tuple[Condition, ...] = (),
     exchange: ExchangePlan = PLAIN,
     gemm: str | None = None,
+    resident_blocks: int | None = None,
     decode: str = "rank0",
     device: str = "cuda",
 ) -> Plan:
@@ -134,8 +135,8 @@ def make_plan(
     `amax` those of them that need all ranks to agree on a scale (see `weights.fp4_linears`); `files` gives the
     bytes of "text_encoder", "video_vae" and "audio_vae" where known; `reserve` is what a process takes before
     anything of ours, in bytes; `exchange` says how heads move over sp; `gemm` how linears are multiplied, by default as
-    `fp4` says; `decode` where the clip is decoded, "auto" if that is the plan's to decide, and `device` on what kind of
-    devices. Raises PlanError and ConfigError.
+    `fp4` says; `resident_blocks` how many are on the device at a time (None: all); `decode` where the clip is decoded,
+    "auto" if that is the plan's to decide, and `device` on what kind of devices. Raises PlanError and ConfigError.
     """
     if dtype not in ELEMENT_BYTES:
         raise ConfigError(f"runtime.dtype={dtype!r}{nearest(dtype, ELEMENT_BYTES)}; use {' or '.join(ELEMENT_BYTES)}")
@@ -146,7 +147,7 @@ def make_plan(
     work = Work(dims, layout, rows, text_rows, steps, ELEMENT_BYTES[dtype], amax, conditions, exchange, packed)
     gemm = gemm or ("nvfp4" if fp4 else "dense")
     held = resident_bytes(gemm, dims, bytes_per_weight(dims, dfile))
-    stored = Stored(held, reserve, **(files or {}), gemm=gemm)
+    stored = Stored(held, reserve, **(files or {}), gemm=gemm, resident_blocks=resident_blocks)
     shares = tuple(_ask(_fill(share, work, stored), work, dfile) for share in split(work))
     plan = Plan(
         layout=layout,
@@ -168,7 +169,11 @@ def make_plan(
         stored=stored,
         shares=shares,
         memory=tuple(estimate(work, stored, share, geometry) for share in shares),
-        notes=(*_notes(resolved, dfile, files or {}), *_unpacked(exchange, packed)),
+        notes=(
+            *_notes(resolved, dfile, files or {}),
+            *_unpacked(exchange, packed),
+            *_waiting(dims, stored, shares),
+        ),
         reasons=_reasons(mode, layout, shares),
     )
     return with_decode(plan)
@@ -239,6 +244,20 @@ def _notes(resolved: "Resolved", dfile: "DenoiserFile | None", files: dict[str, 
 def _unpacked(exchange: ExchangePlan, packed: tuple[int, int]) -> tuple[str, ...]:
     idle = exchange.rows == "packed" and not any(packed)
     return ("exchange.rows=packed changes nothing here: no product takes NVFP4 rows",) if idle else ()
+
+
+def _waiting(dims: "DenoiserDims", stored: Stored, shares: tuple[Share, ...]) -> tuple[str, ...]:
+    """A note on blocks that are not on the device."""
+    if stored.resident_blocks is None:
+        return ()
+    cuts = ((_length(share.tp_heads), _length(share.ffn), _length(share.projected_heads)) for share in shares)
+    most = max(stored.bytes_per_weight * linear_weights(dims, *cut) for cut in cuts)
+    told = f"{most / 1e9:.1f} GB of blocks a rank wait in the host's memory, pinned"
+    return (f"{told}; the predicted time leaves out their way to the GPU",)
+
+
+def _length(span: Span) -> int:
+    return span[1] - span[0]
 
 
 def _reasons(mode: str | None, layout: Layout, shares: tuple[Share, ...]) -> tuple[str, ...]:
