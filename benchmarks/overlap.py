@@ -1,13 +1,15 @@
 """How much of an exchange attention hides, on a link as slow as one likes: real ranks over gloo, no GPU.
 
-    python benchmarks/overlap.py [--ranks 2] [--timer] [--groups 1,2,4,7,8,14] [--ratios 1:2,1:1,2:1]
+    python benchmarks/overlap.py [--ranks 2] [--timer] [--groups 1,2,4,7,8,14] [--ratios 1:2,1:1,2:1] [--realtime]
                                  [--json FILE] [--trace FILE]
 
 56 heads of small size, one thread a rank. The link is made slow in the wire alone: the bytes of a move are through
 when earlier ones are and bytes / bandwidth have passed, and whoever waits for a move waits until then. What a rank
 computes is never held up otherwise. A ratio a:b makes the exchange b / a times as long as attention. `--timer` puts
-a timer of attention's length in its place, for more ranks than there are cores. `--trace` writes the last run of each
-case for chrome://tracing or Perfetto. Exit code 1 where 7 or more groups at 1:1 hide less than GOAL.
+a timer of attention's length in its place, for more ranks than there are cores. `--realtime` takes the cores from
+what else a busy machine does, and lets gloo's threads go before attention, as a network card would; it needs root.
+`--trace` writes the last run of each case for chrome://tracing or Perfetto. Exit code 1 where 7 or more groups at 1:1
+hide less than GOAL.
 
     hidden = (attention + exchange - both) / exchange
 
@@ -25,6 +27,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import date
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +47,7 @@ from h3dist.plan import ExchangePlan, Layout, Plan, make_plan, released_dims, sp
 from h3dist.topology import Ranks
 
 HEADS, HEAD_DIM = 56, 16
-SHAPE, TEXT_ROWS = Geometry(320, 192, 56), 40
+SHAPE, TEXT_ROWS = Geometry(512, 320, 56), 40
 REPEATS = 7
 GOAL, MANY = 0.8, 7  # the part to be hidden at 1:1 with so many groups, or more
 
@@ -115,7 +118,7 @@ def nothing(q_SnD: Tensor, k_SnD: Tensor, v_SnD: Tensor) -> Tensor:
 
 
 class Rank:
-    """One rank's part: times attention alone, the exchange alone, and both."""
+    """One rank's part: attention alone, the exchange alone, and both."""
 
     def __init__(self, comm: Comm, plan: Plan, repeats: int) -> None:
         share, D = plan.shares[comm.rank], plan.dims.head_dim
@@ -125,15 +128,14 @@ class Rank:
         self.qkv = [torch.randn((rows, HEADS, D), generator=generator) for _ in range(3)]
         self.whole = torch.randn((plan.rows, 3, heads, D), generator=generator)  # as it would have come
 
-    def attention(self, work: Attention, groups: int) -> float:
-        """Seconds of attention to this rank's heads in groups, with nothing to wait for."""
-        parts = [
-            self.whole[:, :, start:stop].contiguous().unbind(1) for start, stop in split_ragged(self.heads, groups)
-        ]
-        return self._timed(lambda: [work(*part) for part in parts])
+    def attention(self, work: Attention, groups: int) -> Callable[[], object]:
+        """Attention to this rank's heads in groups, with nothing to wait for."""
+        spans = split_ragged(self.heads, min(groups, self.heads))
+        parts = [self.whole[:, :, start:stop].contiguous().unbind(1) for start, stop in spans]
+        return lambda: [work(*part) for part in parts]
 
-    def exchange(self, work: Attention, groups: int, link: Link) -> float:
-        """Seconds of the exchange in groups over a link with some work, or none, in attention's place."""
+    def exchange(self, work: Attention, groups: int, link: Link) -> Callable[[], object]:
+        """The exchange in groups over a link with some work, or none, in attention's place."""
         plan = replace(self.plan, exchange=replace(self.plan.exchange, groups=groups))
         group = self.comm._tensors["sp"].group
         exchange = RankExchange(plan, self.comm.rank, None, SlowWire(group, self.comm.counted, link), None)
@@ -148,18 +150,19 @@ class Rank:
             link.events.clear()
             exchange.attend(*self.qkv, noted)
 
-        return self._timed(run)
+        return run
 
-    def _timed(self, run: Callable[[], object]) -> float:
-        """The least of the repeats, each of the slowest rank; the same on every rank."""
-        seconds = []
-        for _ in range(self.repeats + 1):
-            self.comm.agree("a repeat")
-            begun = time.perf_counter()
-            run()
-            seconds.append(time.perf_counter() - begun)
-        every = [json.loads(text) for text in self.comm.collect("seconds", json.dumps(seconds[1:]))]
-        return min(map(max, zip(*every, strict=True)))
+    def seconds(self, *runs: Callable[[], object]) -> list[float]:
+        """Of each run the least of the repeats, each of the slowest rank; the runs take turns. Equal on every rank."""
+        every = [[self._once(run) for run in runs] for _ in range(self.repeats + 1)]
+        told = [json.loads(text) for text in self.comm.collect("seconds", json.dumps(every[1:]))]
+        return [min(max(rank[turn][run] for rank in told) for turn in range(self.repeats)) for run in range(len(runs))]
+
+    def _once(self, run: Callable[[], object]) -> float:
+        self.comm.agree("a repeat")
+        begun = time.perf_counter()
+        run()
+        return time.perf_counter() - begun
 
 
 def measure(
@@ -171,21 +174,20 @@ def measure(
     `timed`: a timer takes attention's place, of its length or of `seconds` for all of a rank's heads.
     """
     rank = Rank(comm, plan, repeats)
-    whole = seconds or rank.attention(attend, 1)
+    whole = seconds or rank.seconds(rank.attention(attend, 1))[0]
     work = timer(whole / rank.heads) if timed else attend
     sent = max(share.sent["heads.to"] + share.sent["heads.from"] for share in plan.shares)
     rows = []
-    for ratio in ratios:
+    for ratio, count in product(ratios, groups):
         first, second = map(float, ratio.split(":"))
-        bandwidth = sent / (whole * second / first)
-        for count in groups:
-            link = Link(bandwidth)
-            alone, moved = rank.attention(work, count), rank.exchange(nothing, count, Link(bandwidth))
-            both = rank.exchange(work, count, link)
-            row = {"ratio": ratio, "groups": count, "bandwidth": bandwidth, "attention": alone, "exchange": moved}
-            hidden = (alone + moved - both) / moved
-            row |= {"both": both, "hidden": hidden, "over_longer": both / max(alone, moved)}
-            rows.append(row | {"events": list(link.events)})
+        attention = rank.attention(work, count)
+        bandwidth = sent / ((whole if timed else rank.seconds(attention)[0]) * second / first)
+        link = Link(bandwidth)
+        runs = attention, rank.exchange(nothing, count, Link(bandwidth)), rank.exchange(work, count, link)
+        alone, moved, both = rank.seconds(*runs)
+        row = {"ratio": ratio, "groups": count, "bandwidth": bandwidth, "attention": alone, "exchange": moved}
+        row |= {"both": both, "hidden": (alone + moved - both) / moved, "over_longer": both / max(alone, moved)}
+        rows.append(row | {"events": list(link.events)})
     return rows
 
 
@@ -195,11 +197,19 @@ def rank_main(rank: int, args: argparse.Namespace, port: int) -> None:
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     plan = plan_of(args.ranks, variant=args.variant)
     ranks = Ranks(rank, rank, args.ranks, args.ranks)
+    _prefer(args, 2)  # threads made from here on
     with Comm.connect(ranks, plan.layout, torch.device("cpu"), backend="gloo", store=store) as comm:
+        _prefer(args, 1)
         rows = measure(comm, plan, args.groups, args.ratios, timed=args.timer, repeats=args.repeats)
         events = comm.collect("events", json.dumps([row.pop("events") for row in rows]))
         if rank == 0:
             args.out.write_text(json.dumps({"rows": rows, "events": list(map(json.loads, events)), "S": plan.rows}))
+
+
+def _prefer(args: argparse.Namespace, priority: int) -> None:
+    """Puts this thread before all that is not real-time."""
+    if args.realtime:
+        os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(priority))
 
 
 def trace_of(found: dict[str, Any]) -> dict[str, Any]:
@@ -236,6 +246,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--timer", action="store_true")
+    parser.add_argument("--realtime", action="store_true")
     parser.add_argument("--variant", choices=("heads", "hidden"), default="heads")
     parser.add_argument("--groups", type=lambda text: list(map(int, text.split(","))), default="1,2,4,7,8,14")
     parser.add_argument("--ratios", type=lambda text: text.split(","), default="1:2,1:1,2:1")
@@ -274,6 +285,7 @@ def document(args: argparse.Namespace, found: dict[str, Any]) -> dict[str, Any]:
         "ranks": args.ranks,
         "attention": "a timer of its length" if args.timer else "scaled_dot_product_attention, one thread a rank",
         "sizes": {"rows": found["S"], "heads": HEADS, "head_dim": HEAD_DIM, "dtype": "float32"},
+        "realtime": args.realtime,
         "repeats": args.repeats,
         "seconds": "of the slowest rank, the least of the repeats",
         "rows": found["rows"],
