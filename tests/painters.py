@@ -21,7 +21,7 @@ from h3dist.geometry import align_frames
 from h3dist.plan import DECODE_LABELS, Layout, Plan, make_plan, schedule_decode
 from h3dist.request import Resolved
 from h3dist.tiles import HEAD, TAIL, Job, cut_video
-from h3dist.vae.video import finish
+from h3dist.vae.video import finish, tile_dtype
 
 DIMS = DenoiserDims(
     hidden=160, heads=14, head_dim=32, ffn=1024, layers=1, refiner_layers=1, text_dim=96, video_channels=24,
@@ -38,11 +38,10 @@ class Shape:
     height: int
     frames: int
 
-    def plan(self, ranks: int, decode: str = "parallel") -> Plan:
+    def plan(self, ranks: int, device: str = "cpu") -> Plan:
         resolved = Resolved("t2va", "x", self.width, self.height, self.frames, align_frames(self.frames), 7, 1, True)
-        return make_plan(
-            resolved, DIMS, 3, Layout(sp=ranks), dtype="float32", attention="sdpa", steps=1, decode=decode, device="cpu"
-        )
+        options = {"dtype": "float32", "attention": "sdpa", "steps": 1, "decode": "parallel", "device": device}
+        return make_plan(resolved, DIMS, 3, Layout(sp=ranks), **options)
 
     def latents(self) -> tuple[Tensor, Tensor]:
         clip = self.plan(1).geometry
@@ -73,9 +72,12 @@ class Painter:
         self.begun.append((job.latents, time.monotonic()))
         tile = latents[0, :3, list(job.latents), slice(*job.rows), slice(*job.cols)]
         raw = tile.repeat_interleave(4, 1).repeat_interleave(16, 2).repeat_interleave(16, 3)
-        raw = raw * (1 + 0.1 * torch.linspace(0, 1, raw.shape[3])) + 0.01 * (job.rows[0] + job.cols[0])
+        raw = raw * (1 + 0.1 * torch.linspace(0, 1, raw.shape[3], device=raw.device)) + 0.01 * (
+            job.rows[0] + job.cols[0]
+        )
         raw = torch.cat([raw[:, HEAD], raw[:, TAIL]], dim=1)
         due = 1 if self.trouble == "nan" else 2
+        raw = raw.to(tile_dtype(raw.device))
         return self._go_wrong(raw) if self.trouble and len(self.begun) == due else raw
 
     def _go_wrong(self, raw: Tensor) -> Tensor:
@@ -114,20 +116,21 @@ class Saw:
     had: list[float]  # when rank 0 had each chunk
 
 
-def painted(shape: Shape, rank: int, trouble: str | None = None) -> Painted:
-    return Painted(*shape.latents(), None, None, torch.device("cpu"), Painter(rank, trouble, []))
+def painted(shape: Shape, rank: int, trouble: str | None = None, device: str = "cpu") -> Painted:
+    video, audio = (latents.to(device) for latents in shape.latents())
+    return Painted(video, audio, None, None, torch.device(device), Painter(rank, trouble, []))
 
 
 def digest(tensor: Tensor) -> str:
     return hashlib.sha256(tensor.contiguous().numpy().tobytes()).hexdigest()
 
 
-def serial(shape: Shape) -> tuple[str, str]:
+def serial(shape: Shape, device: str = "cpu") -> tuple[str, str]:
     """Frames and sound as one rank makes them."""
-    clean = painted(shape, 0)
+    clean = painted(shape, 0, device=device)
     cuts = cut_video(*clean.video.shape[2:])
     frames = finish((clean.video_vae().decode_job(clean.video, job) for job in cuts.jobs()), cuts)
-    return digest(torch.cat(list(frames))), digest(clean.sound())
+    return digest(torch.cat(list(frames))), digest(clean.sound().cpu())
 
 
 def decode(seat: Any, shape: Shape, troubles: dict[int, str], pause: float = 0.0, timeout: float = 20) -> Saw:
@@ -142,17 +145,25 @@ def decode_all(seat: Any, shapes: list[Shape]) -> list[Saw]:
     return [decode_over(comm, seat, shape, {}, 0.0) for shape in shapes]
 
 
+def decode_on_gpus(seat: Any, shape: Shape, backend: str) -> Saw:
+    """One rank's part on a GPU: its own over NCCL, one for all over gloo."""
+    device = f"cuda:{seat.rank if backend == 'nccl' else 0}"
+    comm = seat.connect(Layout(sp=seat.world), device=device, backend=backend)
+    return decode_over(comm, seat, shape, {}, 0.0)
+
+
 def decode_over(comm: Comm, seat: Any, shape: Shape, troubles: dict[int, str], pause: float) -> Saw:
-    plan = shape.plan(seat.world)
+    plan = shape.plan(seat.world, device=comm.device.type)
+    parts = schedule_decode(plan.geometry, seat.world, comm.device.type)
     comm.counted.update(dict.fromkeys(DECODE_LABELS, 0))
-    clean = painted(shape, seat.rank, troubles.get(seat.rank))
+    clean = painted(shape, seat.rank, troubles.get(seat.rank), str(comm.device))
     frames, sound, had = None, None, []
     with comm.stage("decode"):
         if seat.rank:
-            assist(clean, comm, *schedule_decode(plan.geometry, seat.world, "cpu"))
+            assist(clean, comm, *parts)
         else:
             chunks = []
-            with decode_together(clean, comm, *schedule_decode(plan.geometry, seat.world, "cpu")) as decoded:
+            with decode_together(clean, comm, *parts) as decoded:
                 sound = digest(decoded.sound_2N)
                 for chunk in decoded.frames:
                     had.append(time.monotonic())

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from painters import Painter, Shape, decode, decode_all, serial
+from painters import Painter, Shape, decode, decode_all, decode_on_gpus, serial
 from world import World
 
 from h3dist.errors import H3Error, NumericsError, RankError
@@ -110,3 +110,16 @@ def test_a_rank_without_tiles_reads_no_vae():
     object.__setattr__(clean, "painter", None)  # reading it would fail
     assert list(decode_tiles(clean, Silent, Schedule(3, ((0,),)), cuts)) == [[]]
     assert isinstance(painted(shape, 1).video_vae(), Painter)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", ["gloo", "nccl"])
+def test_on_gpus_frames_are_those_of_one(world, backend):
+    """float16 tiles, over gloo by way of the host on one GPU, over NCCL on two."""
+    if backend == "nccl" and torch.cuda.device_count() < 2:
+        pytest.skip("NCCL needs a GPU for each rank")
+    for shape in SHAPES:
+        seen = world.run(decode_on_gpus, shape, backend, ranks=2)
+        assert (seen[0].frames, seen[0].sound) == serial(shape, "cuda:0")
+        assert all(saw.sent == saw.planned for saw in seen)
+        assert seen[1].sent["decode.tiles"] % 2 == 0
