@@ -13,13 +13,18 @@ import torch.nn.functional as F
 from fp4 import nvfp4
 from torch import Tensor
 
+from h3dist.bench.spec import Spec
+from h3dist.bench.steps import denoiser_of, random_weights, velocity
 from h3dist.checkpoint.formats import PlainWeight
+from h3dist.comm import Comm
 from h3dist.errors import MissingDependency
 from h3dist.model import fused
 from h3dist.model.ahead import AheadLinear, plain_fill, triton_fill
 from h3dist.model.dense import dense_linear
 from h3dist.model.elementwise import NORM_EPS, PLAIN, Run, turned
 from h3dist.model.rotary import rotation
+from h3dist.plan import Layout
+from h3dist.topology import Ranks
 
 INTERPRETED = importlib.util.find_spec("triton") is not None and os.environ.get("TRITON_INTERPRET") == "1"
 DEVICES = [
@@ -162,3 +167,17 @@ def test_weights_made_ahead_give_the_dense_products(device: str) -> None:
 def test_buffers_are_as_large_as_what_takes_turns_in_them() -> None:
     linear = AheadLinear(layers(), torch.bfloat16, torch.device("cpu"), plain_fill)
     assert [slot.memory.numel() for slot in linear._slots] == [64 * 32, 32 * 32]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_whole_step_is_that_of_the_plain_forms(device: str) -> None:
+    """Norms, rotation, gates and the end of the model, with what lies between computed alike."""
+    spec = Spec(("64x64x5",), size="small", blocks=2, text_rows=7)
+    with Comm.connect(Ranks(), Layout(), torch.device(device)) as comm:
+        plan = spec.plan("64x64x5", Layout(), dtype="float32", capability=None, steps=1)
+        denoiser = denoiser_of(random_weights(plan, 0, torch.device(device)), plan, comm)
+        plain, way = velocity(denoiser, plan), fused.load()
+        view = denoiser.view
+        denoiser.view = replace(view, elementwise=way, rotation=way.prepare(view.rotation))
+        found = velocity(denoiser, plan)
+    assert (found - plain).norm() / plain.norm() < (1e-5 if device == "cpu" else 1e-3)
