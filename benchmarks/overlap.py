@@ -1,7 +1,7 @@
 """How much of an exchange attention hides, on a link as slow as one likes: real ranks over gloo, no GPU.
 
     python benchmarks/overlap.py [--ranks 2] [--timer] [--groups 1,2,4,7,8,14] [--ratios 1:2,1:1,2:1] [--realtime]
-                                 [--json FILE] [--trace FILE]
+                                 [--shape 512x320x56] [--json FILE] [--trace FILE]
 
 56 heads of small size, one thread a rank. The link is made slow in the wire alone: the bytes of a move are through
 when earlier ones are and bytes / bandwidth have passed, and whoever waits for a move waits until then. What a rank
@@ -39,7 +39,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from h3dist.bench.spec import Clip
+from h3dist.bench.spec import Clip, parse_shape
 from h3dist.comm import Comm, RankExchange
 from h3dist.comm.wire import GlooWire, Group
 from h3dist.geometry import Geometry
@@ -47,7 +47,7 @@ from h3dist.plan import ExchangePlan, Layout, Plan, make_plan, released_dims, sp
 from h3dist.topology import Ranks
 
 HEADS, HEAD_DIM = 56, 16
-SHAPE, TEXT_ROWS = Geometry(512, 320, 56), 40
+SHAPE, TEXT_ROWS = "512x320x56", 40
 REPEATS = 7
 GOAL, MANY = 0.8, 7  # the part to be hidden at 1:1 with so many groups, or more
 
@@ -89,7 +89,7 @@ class SlowWire(GlooWire):
         return wait
 
 
-def plan_of(ranks: int, groups: int = 1, variant: str = "heads", shape: Geometry = SHAPE) -> Plan:
+def plan_of(ranks: int, groups: int = 1, variant: str = "heads", *, shape: Geometry) -> Plan:
     """One block of 56 small heads, Ulysses on so many ranks."""
     dims = replace(released_dims(), heads=HEADS, head_dim=HEAD_DIM, hidden=HEADS * HEAD_DIM, ffn=128, layers=1)
     options = {"dtype": "float32", "attention": "sdpa", "steps": 1, "exchange": ExchangePlan(variant, groups)}
@@ -195,7 +195,7 @@ def rank_main(rank: int, args: argparse.Namespace, port: int) -> None:
     """One process."""
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
-    plan = plan_of(args.ranks, variant=args.variant)
+    plan = plan_of(args.ranks, variant=args.variant, shape=parse_shape(args.shape))
     ranks = Ranks(rank, rank, args.ranks, args.ranks)
     _prefer(args, 2)  # threads made from here on
     with Comm.connect(ranks, plan.layout, torch.device("cpu"), backend="gloo", store=store) as comm:
@@ -250,6 +250,7 @@ def main() -> int:
     parser.add_argument("--variant", choices=("heads", "hidden"), default="heads")
     parser.add_argument("--groups", type=lambda text: list(map(int, text.split(","))), default="1,2,4,7,8,14")
     parser.add_argument("--ratios", type=lambda text: text.split(","), default="1:2,1:1,2:1")
+    parser.add_argument("--shape", default=SHAPE)
     parser.add_argument("--repeats", type=int, default=REPEATS)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--trace", type=Path)
