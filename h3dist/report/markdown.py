@@ -58,7 +58,7 @@ def _cells(row: Row) -> tuple[str, ...]:
         f"{row.step:.3f}{ranged}" if row.step is not None else "",
         _number(row.predicted, "{:.3f}"),
         _number(row.first_step, "{:.3f}"),
-        _number(row.total, "{:.1f}"),
+        _number(row.total, "{:.1f}" if row.total and row.total >= 1 else "{:.4f}"),
         _number(row.speedup if row.gained else None, "{:.2f}") + base,
         _number(row.efficiency if row.gained else None, "{:.1%}"),
         "equal" if row.equal else _number(row.error, "{:.1e}"),
