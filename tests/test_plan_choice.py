@@ -384,6 +384,12 @@ def test_the_command_plans_a_machine_one_does_not_have_in_little_time():
     assert torch == "False" and "why" in plan and any("predicted on RTX PRO 6000 Server" in line for line in plan)
 
 
+def test_a_backend_in_slices_is_priced_and_told_as_the_whole_one():
+    whole, slices = (decide("h200-x2", words=[f"attention={name}"]).choice for name in ("sdpa", "sdpa+sliced"))
+    assert slices.taken.cost == whole.taken.cost and reasons(slices) == reasons(whole)
+    assert any(line.startswith("attention sdpa_cudnn: ") for line in reasons(slices))
+
+
 def test_plans_as_json_and_as_a_table(run):
     links = str(RECORDED / "h200-x8.json")
     code, out, _ = run("plan", "--links", links, "--json", "a fox")

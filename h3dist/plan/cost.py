@@ -136,7 +136,7 @@ def step_cost(plan: "Plan", device: "DeviceRates", wires: Wires) -> Cost:
 
 def missing_rate(plan: "Plan", device: "DeviceRates") -> str | None:
     """What the table lacks to price a plan on a class of devices; None where nothing is missing."""
-    names = ("product", plan.dtype), ("product", _product(plan)), ("attention", _attention_rate(plan))
+    names = ("product", plan.dtype), ("product", _product(plan)), ("attention", attention_rate(plan))
     for group, name in names:
         if name not in getattr(device, group):
             return f"{group}.{name}"
@@ -170,7 +170,7 @@ def _products(plan: "Plan", share: "Share", device: "DeviceRates") -> float:
 def _attention(plan: "Plan", share: "Share", device: "DeviceRates") -> float:
     """Rates are of bfloat16; another format is slower as its products are."""
     slower = device.product["bfloat16"] / device.product[plan.dtype]
-    return attention_flops(plan, share) / device.attention[_attention_rate(plan)] * slower
+    return attention_flops(plan, share) / device.attention[attention_rate(plan)] * slower
 
 
 def _product(plan: "Plan") -> str:
@@ -178,8 +178,8 @@ def _product(plan: "Plan") -> str:
     return plan.gemm if plan.gemm in NARROW else plan.dtype
 
 
-def _attention_rate(plan: "Plan") -> str:
-    """The name of the backend's rate: heads in groups are taken to be as fast as together."""
+def attention_rate(plan: "Plan") -> str:
+    """The name of the backend's rate: eight heads at a time, "+sliced", are taken to be as fast as all."""
     return plan.attention.removesuffix("+sliced")
 
 

@@ -5,7 +5,7 @@ from itertools import combinations
 from typing import TYPE_CHECKING, Any
 
 from h3dist.plan.choose import MARGIN, NEAR, Choice, Option, Way
-from h3dist.plan.cost import TALK, Cost
+from h3dist.plan.cost import TALK, Cost, attention_rate
 from h3dist.plan.decode import vae_bytes
 from h3dist.plan.table import size
 from h3dist.topology import Link
@@ -210,10 +210,11 @@ def _attention(choice: Choice) -> Iterator[str]:
     plan, cost, rates = choice.taken.plan, choice.taken.cost, choice.rates
     if cost is None or rates is None:
         return
+    used = rates.attention[attention_rate(plan)]
     for name, rate in rates.attention.items():
-        if name == plan.attention or rate == rates.attention[plan.attention]:
+        if rate == used:
             continue
-        seconds = cost.seconds + cost.attention * (rates.attention[plan.attention] / rate - 1)
+        seconds = cost.seconds + cost.attention * (used / rate - 1)
         yield f"attention {name}: {duration(seconds)} a step, {_against(seconds, cost.seconds)}"
 
 
