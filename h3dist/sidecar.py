@@ -74,7 +74,7 @@ def describe_run(
         "config": settings,
         "plan": plan.as_dict() if plan else None,
         "plan_digest": plan.digest if plan else None,
-        "exchange": describe_exchange(plan.exchange, ranks) if plan else None,
+        "exchange": describe_exchange(plan.exchange.on(plan.layout), ranks) if plan else None,
         "attention": ranks[0].attention if ranks else None,
         "ranks": [_against_plan(plan, rank, report) for rank, report in enumerate(ranks)],
         "seconds": {name: round(value, 4) for name, value in seconds.items()},

@@ -27,6 +27,7 @@ from h3dist.plan import (
     split_ragged,
     split_rows,
 )
+from h3dist.plan.exchange import ExchangePlan
 from h3dist.plan.weights import stored_bytes
 from h3dist.request import Resolved
 
@@ -274,6 +275,21 @@ def test_the_table_shows_every_rank_and_every_reason():
     assert "17540 rows = 60 text + 470 sound + 17010 video; 2924 a rank" in text
     assert "auto is hybrid here" in text and "10 or 9 a rank" in text
     assert max(map(len, text.splitlines())) <= 110
+
+
+@pytest.mark.parametrize(("layout", "idle", "heading"), [
+    (Layout(tp=3), ("variant", "groups", "codec"), "exchange heads in 1 group, rows packed, sums in 3 chunks"),
+    (Layout(sp=3), ("chunks",), "exchange hidden in 2 groups as int8 codes (approximate), rows packed"),
+    (Layout(sp=2, tp=2), (), "exchange hidden in 2 groups as int8 codes (approximate), rows packed, sums in 3 chunks"),
+    (Layout(), ("variant", "groups", "codec", "rows", "chunks"), "12 evaluations"),
+])  # fmt: skip
+def test_what_is_idle_on_a_layout_is_noted_and_not_told_of_the_run(layout, idle, heading):
+    plan = plan_of(layout, exchange=ExchangePlan("hidden", 2, "int8", "packed", 3))
+    notes = [note for note in plan.notes if "changes nothing here: " in note and "NVFP4" not in note]
+    assert [note.split("=")[0].removeprefix("exchange.") for note in notes] == list(idle)
+    assert plan.text().splitlines()[0].endswith(heading)
+    plain = plan_of(layout)
+    assert not any("changes nothing" in note for note in plain.notes) and plain.exchange.on(layout) == plain.exchange
 
 
 def test_an_unknown_dtype_names_the_nearest():

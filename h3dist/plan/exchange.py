@@ -11,7 +11,7 @@ variants are one. With `chunks` > 1 the partial results of a tp group are summed
 is multiplied.
 """
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 
 from h3dist.errors import ConfigError, nearest
 from h3dist.plan.layout import Layout
@@ -47,6 +47,23 @@ class ExchangePlan:
     def hidden_on(self, layout: Layout) -> bool:
         """Whether a run on `layout` gathers hidden rows in the place of moving q, k and v."""
         return self.variant == "hidden" and layout.sp > 1
+
+    def on(self, layout: Layout) -> "ExchangePlan":
+        """The same without what is idle on `layout`: with sp 1 no heads move, with tp 1 nothing is summed."""
+        moved = {} if layout.sp > 1 else {"variant": VARIANTS[0], "groups": 1, "codec": CODECS[0]}
+        summed = {} if layout.tp > 1 else {"chunks": 1}
+        gathered = {} if layout.tp > 1 or self.hidden_on(layout) else {"rows": ROWS[0]}
+        return replace(self, **moved, **summed, **gathered)
+
+    def idle_on(self, layout: Layout) -> tuple[str, ...]:
+        """A note on each setting that changes nothing on `layout`."""
+        reasons = {"chunks": "nothing is summed over tp 1", "rows": "no rows are gathered"}
+        used = asdict(self.on(layout))
+        return tuple(
+            f"exchange.{name}={value} changes nothing here: {reasons.get(name, 'no heads move over sp 1')}"
+            for name, value in asdict(self).items()
+            if value != used[name]
+        )
 
     def head_bytes(self, rows: int, size: int, element: int) -> int:
         """Bytes of one head of `rows` rows on the wire; `size` and `element` are a head's and an element's."""

@@ -171,7 +171,8 @@ def make_plan(
         memory=tuple(estimate(work, stored, share, geometry) for share in shares),
         notes=(
             *_notes(resolved, dfile, files or {}),
-            *_unpacked(exchange, packed),
+            *exchange.idle_on(layout),
+            *_unpacked(exchange.on(layout), packed),
             *_waiting(dims, stored, shares),
         ),
         reasons=_reasons(mode, layout, shares),

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from h3dist.conditions import kept_shapes
 from h3dist.geometry import AUDIO_RATE
 from h3dist.plan.decode import DECODE_LABELS
+from h3dist.plan.exchange import PLAIN
 from h3dist.plan.traffic import FLOAT, LABELS
 
 if TYPE_CHECKING:
@@ -54,7 +55,8 @@ def _heading(plan: "Plan") -> str:
     sound = g.audio_rows
     kept = sum(condition.video_rows + condition.audio_rows for condition in plan.conditions)
     conditions = f"{kept} conditions + " if kept else ""
-    moved = f", exchange {plan.exchange}" if plan.layout.sp > 1 else ""
+    used = plan.exchange.on(plan.layout)
+    moved = f", exchange {used}" if plan.layout.sp > 1 or used != PLAIN else ""
     return (
         f"{asked}: {plan.layout.world} rank{'s' * (plan.layout.world > 1)}, {plan.layout}; {plan.dtype}, "
         f"attention {plan.attention}, {plan.steps} evaluations{moved}\n"
