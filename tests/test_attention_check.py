@@ -96,6 +96,20 @@ def test_what_is_wrong_is_caught_and_named(attention, told) -> None:
     assert finding.wrong is not None and told in finding.wrong
 
 
+def test_nan_in_the_input_is_not_told_as_a_change_of_it() -> None:
+    q, k, v = tensors()
+    v[7, 0, 3] = float("nan")  # in a head that is compared
+    _, finding = compare(softmax_attention, q, k, v, bound=0.05)
+    assert finding.wrong == "its output holds NaN or infinity"
+
+
+def test_an_error_that_is_no_number_is_past_every_bound() -> None:
+    q, k, v = tensors()
+    v[7, 0, 3] = float("inf")
+    _, finding = compare(lambda q, k, v: torch.zeros(q.shape), q, k, v, bound=float("inf"))
+    assert finding.wrong is not None and "nan from exact attention" in finding.wrong
+
+
 @pytest.mark.parametrize("attention", [noisy, centring, raising, one_nan])
 def test_with_fallback_exact_attention_takes_over_at_once(attention) -> None:
     told: dict = {}
