@@ -83,7 +83,7 @@ def fp4_matmul(x_MK: Tensor, scale: Tensor, weight: Nvfp4Weight, kernels: Fp4Ker
 
 def fp4_codes(x_MK: Tensor, scale: Tensor, kernels: Fp4Kernels) -> tuple[Tensor, Tensor]:
     """Codes and swizzled block scales of an activation, its columns padded for the GEMM and its rows to 16."""
-    return kernels.quantize(F.pad(x_MK, (0, -x_MK.shape[1] % GEMM_COLUMNS)), scale, pad_16x=True)
+    return kernels.quantize(_widened(x_MK, -x_MK.shape[1] % GEMM_COLUMNS), scale, pad_16x=True)
 
 
 def fp4_product(
@@ -92,7 +92,7 @@ def fp4_product(
     """y [padded rows, N] in `dtype` from a quantised activation."""
     y = kernels.matmul(
         codes_x,
-        F.pad(weight.codes, (0, codes_x.shape[1] - weight.codes.shape[1])),
+        _widened(weight.codes, codes_x.shape[1] - weight.codes.shape[1]),
         tensor_scale_a=scale,
         tensor_scale_b=weight.global_scale,
         block_scale_a=scales_x,
@@ -100,6 +100,11 @@ def fp4_product(
         out_dtype=dtype,
     )
     return y[:, : weight.shape[0]]
+
+
+def _widened(matrix: Tensor, columns: int) -> Tensor:
+    """The matrix, contiguous, with so many columns of zeros more; itself where it is both, which `pad` would copy."""
+    return F.pad(matrix, (0, columns)) if columns else matrix.contiguous()
 
 
 def choose_linear(
