@@ -77,7 +77,7 @@ class Int8:
         on_wire, codes_rknD = self._parts(piece, x_rknD.shape)
         on_wire.copy_(scales_bkn.flatten().view(torch.int8))
         codes_rknD.copy_((x_rknD / scale_rkn1).round_())
-        self._rounding.add(x_rknD, codes_rknD * scale_rkn1)
+        self._rounding.add(x_rknD, codes_rknD, scale_rkn1)
 
     def read(self, piece: Tensor, target_rknD: Tensor) -> None:
         on_wire, codes_rknD = self._parts(piece, target_rknD.shape)

@@ -18,11 +18,11 @@ class Rounding:
         self._sums: dict[str, Tensor] = {}
         self._done = False
 
-    def add(self, x_rknD: Tensor, coded_rknD: Tensor) -> None:
-        """Hears of a piece [r, kinds, n, D] and of what its codes stand for. The host does not wait for the device."""
+    def add(self, x_rknD: Tensor, codes_rknD: Tensor, scale_rkn1: Tensor) -> None:
+        """Hears of a piece [r, kinds, n, D] and of its codes. The host does not wait for the device."""
         if self._done:
             return
-        errors = (coded_rknD - x_rknD).double().square().sum((0, 2, 3))
+        errors = (codes_rknD * scale_rkn1 - x_rknD).double().square().sum((0, 2, 3))
         values = x_rknD.double().square().sum((0, 2, 3))
         for kind, pair in zip(KINDS[x_rknD.shape[1]], torch.stack((errors, values), dim=1), strict=True):
             self._sums[kind] = self._sums.get(kind, 0) + pair
