@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from h3dist.bench import parts, suite
+from h3dist.bench import parts, suite, variants
 from h3dist.bench.refresh import read_record, refresh, refreshed, rows_of, written
 from h3dist.bench.spec import SHAPES, Spec, parse_shape
 from h3dist.bench.suite import LEFT_OUT, Suite, ratios
@@ -105,6 +105,17 @@ def test_a_part_that_fails_is_recorded_and_the_others_go_on(monkeypatch):
     assert entry["failed"] == {"elementwise": "OutOfMemoryError: no room"}
     assert entry["parts"].keys() == PARTS - {"elementwise"}
     assert "step_to_floor" in entry["ratios"]
+
+
+def test_a_step_that_fails_leaves_the_steps_done_otherwise(monkeypatch):
+    def fail(*rest, **options):
+        raise torch.cuda.OutOfMemoryError("no room")
+
+    monkeypatch.setattr(suite, "velocity", fail)
+    monkeypatch.setattr(variants, "ALL", (variants.Variant("again"),))
+    entry = run_suite(replace(SPEC, variants=True, blocks=1, repeats=1))["shapes"][0]
+    assert entry["failed"]["step"] == "OutOfMemoryError: no room" and "step" not in entry["parts"]
+    assert entry["variants"]["again"]["error"] is None
 
 
 def test_weights_that_do_not_fit_leave_the_other_shapes(monkeypatch):

@@ -131,8 +131,6 @@ class Suite:
             for name, work in self._parts(bench).items():
                 self._do(entry, name, work)
             self._do(entry, "step", lambda bench=bench: self._step(bench))
-            if self.spec.variants:
-                self._velocities[plan.rows] = velocity(bench.denoiser, plan, seed=self.spec.seed)
 
     def _vary(self, entry: dict[str, Any], variant: variants.Variant, weights: DenoiserWeights, plan: Plan) -> None:
         """One way to do a step otherwise, or why there is none."""
@@ -193,6 +191,8 @@ class Suite:
 
     def _step(self, bench: parts.Bench) -> dict[str, Any]:
         measured: Measured = run_steps(bench.denoiser, bench.plan, self.comm, seed=self.spec.seed)
+        if self.spec.variants:
+            self._velocities[bench.plan.rows] = velocity(bench.denoiser, bench.plan, seed=self.spec.seed)
         timing = Timing(measured.seconds[1:])
         return timing.as_dict(first=measured.seconds[0], resident_bytes=measured.resident, peak_bytes=measured.peak) | {
             "sha256": measured.sha256,
