@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from world import World
 
 from h3dist.bench import parts, suite, variants
 from h3dist.bench.refresh import read_record, refresh, refreshed, rows_of, written
@@ -116,6 +117,27 @@ def test_a_step_that_fails_leaves_the_steps_done_otherwise(monkeypatch):
     entry = run_suite(replace(SPEC, variants=True, blocks=1, repeats=1))["shapes"][0]
     assert entry["failed"]["step"] == "OutOfMemoryError: no room" and "step" not in entry["parts"]
     assert entry["variants"]["again"]["error"] is None
+
+
+def fail_on_the_second(seat) -> dict:
+    comm, copy = seat.connect(Layout(sp=2)), parts.copy
+
+    def fail(bench):
+        raise MemoryError("no room")
+
+    parts.copy = fail if seat.rank else copy
+    try:
+        return Suite(replace(SPEC, repeats=1), Layout(sp=2), comm, CPU).run()
+    finally:
+        parts.copy = copy
+
+
+def test_a_part_that_fails_on_one_rank_has_failed_on_all():
+    with World(2) as world:
+        for record in world.run(fail_on_the_second, ranks=2):
+            entry = record["shapes"][0]
+            assert entry["failed"] == {"copy": "MemoryError: no room"}
+            assert entry["parts"].keys() == PARTS - {"copy"} | {"exchange"}
 
 
 def test_weights_that_do_not_fit_leave_the_other_shapes(monkeypatch):

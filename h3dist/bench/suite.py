@@ -1,12 +1,13 @@
 """All parts at all shapes, one after the other, into one record that says what it is of.
 
-A part that fails is recorded with its error, its memory given back, and the rest goes on. Parts that every rank must
-join (steps, exchange) fail on all of them, by the ties between ranks.
+A part that fails is recorded with its error, its memory given back, and the rest goes on. It has failed on all ranks if
+it has on one: none begins the next before all are done, or a rank's next exchange would meet another's last one.
 """
 
 from __future__ import annotations
 
 import gc
+import json
 import platform
 import sys
 import time
@@ -235,12 +236,18 @@ class Suite:
         if self.layout.world == 1 and time.monotonic() - self.begun > self.spec.limit:
             entry["failed"][name] = LEFT_OUT
             return
+        made, failed = None, ""
         try:
-            entry[into][name] = work()
+            made = work()
         except RankError:
             raise
         except Exception as error:  # whatever it is, the other parts are worth having
-            entry["failed"][name] = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+            failed = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+        told = [text for text in map(json.loads, self.comm.collect(name, json.dumps(failed))) if text]
+        if told:
+            entry["failed"][name] = failed or told[0]
+        else:
+            entry[into][name] = made
         self._free()
 
     def _free(self) -> None:
