@@ -19,7 +19,7 @@ from h3dist.checkpoint.formats import PlainWeight
 from h3dist.comm import Comm
 from h3dist.errors import MissingDependency
 from h3dist.model import fused
-from h3dist.model.ahead import AheadLinear, plain_fill, triton_fill
+from h3dist.model.ahead import AheadLinear, all_dense, plain_fill, triton_fill
 from h3dist.model.dense import dense_linear
 from h3dist.model.elementwise import NORM_EPS, PLAIN, Run, turned
 from h3dist.model.rotary import rotation
@@ -162,6 +162,12 @@ def test_weights_made_ahead_give_the_dense_products(device: str) -> None:
     for index in (5, 5, 2, 7, 0, 0):
         x = torch.randn(3, order[index].shape[1], device=device)
         assert torch.equal(linear(x, order[index]), dense_linear(x, order[index]))
+
+
+def test_weights_that_are_dense_as_they_lie_are_not_copied_ahead() -> None:
+    plain = [PlainWeight(torch.randn(8, 8, dtype=torch.bfloat16)) for _ in range(4)]
+    assert all_dense(plain, torch.bfloat16) and not all_dense(plain, torch.float32)
+    assert not all_dense([*plain, *layers()], torch.bfloat16)
 
 
 def test_buffers_are_as_large_as_what_takes_turns_in_them() -> None:

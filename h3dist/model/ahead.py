@@ -8,19 +8,24 @@ Shape letters: M rows, K inputs, N outputs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from math import prod
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from h3dist.checkpoint.formats import Weight
+from h3dist.checkpoint.formats import PlainWeight, Weight
 from h3dist.checkpoint.nvfp4 import Nvfp4Weight
 from h3dist.errors import MissingDependency
 from h3dist.model.dense import prescaled
 
 Fill = Callable[[Weight, Tensor], None]  # makes a weight dense into a tensor [N, K]
+
+
+def all_dense(weights: Iterable[Weight], dtype: torch.dtype) -> bool:
+    """Whether all are dense in `dtype` as they lie: to make them so would only copy them."""
+    return all(isinstance(weight, PlainWeight) and weight.tensor.dtype == dtype for weight in weights)
 
 
 def plain_fill(weight: Weight, out_NK: Tensor) -> None:

@@ -19,7 +19,7 @@ from torch import Tensor
 from h3dist.checkpoint.formats import Weight
 from h3dist.checkpoint.nvfp4 import Nvfp4Weight
 from h3dist.errors import MissingDependency
-from h3dist.model.ahead import AheadLinear, plain_fill, triton_fill
+from h3dist.model.ahead import AheadLinear, all_dense, plain_fill, triton_fill
 from h3dist.model.dense import Linear, dense_linear, prescaled
 from h3dist.model.exchange import Exchange
 from h3dist.model.narrow import narrow_linear
@@ -128,7 +128,8 @@ def linear_of_run(
 
     Raises ConfigError and MissingDependency.
     """
-    if ahead and plan.gemm == "dense" and isinstance(weights.blocks, tuple):  # others are new tensors each time
+    lasting = isinstance(weights.blocks, tuple)  # others are new tensors each time
+    if ahead and plan.gemm == "dense" and lasting and not all_dense(weights.linears, weights.dtype):
         fill = triton_fill() if weights.device.type == "cuda" else plain_fill
         return AheadLinear(weights.linears, weights.dtype, weights.device, fill)
     return choose_linear(capability, exchange, weights.dtype, plan.gemm)
