@@ -22,7 +22,7 @@ from h3dist.model import fused
 from h3dist.model.ahead import AheadLinear, all_dense, plain_fill, triton_fill
 from h3dist.model.dense import dense_linear
 from h3dist.model.elementwise import NORM_EPS, PLAIN, Run, turned
-from h3dist.model.rotary import rotation
+from h3dist.model.rotary import Rotation, rotation
 from h3dist.plan import Layout
 from h3dist.topology import Ranks
 
@@ -120,6 +120,24 @@ def test_norm_and_rotation_of_queries_and_keys_in_place(
     if p and dtype == torch.float32:
         plain = F.rms_norm(rows(device, dtype, p, 3, j, D)[:, 0], (D,), norms[0], NORM_EPS)
         torch.testing.assert_close(q[..., 6 * freqs :], plain[..., 6 * freqs :], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.gpu
+def test_offsets_past_32_bits_are_counted_in_rotation_and_activation() -> None:
+    """362 frames at 1344x768 are 109 000 rows: times 21504 columns of q, k and v, or 28672 of gate and up."""
+    kernels, dtype, tail = fused.load(), torch.bfloat16, slice(-64, None)
+    qkv = torch.randn(2**31 // (3 * 56 * 128) + 64, 3, 56, 128, device="cuda", dtype=dtype)
+    before = qkv[tail].clone()
+    positions = torch.arange(3 * len(qkv), dtype=torch.float64).view(-1, 3) % 97
+    angles = rotation(positions, torch.logspace(0, -3, 16, device="cuda"), dtype)
+    norms = [1 + rows("cuda", dtype, 128, seed=seed) / 4 for seed in (4, 5)]
+    found = fused.turned(*qkv.unbind(1)[:2], *norms, fused.matrices(angles))
+    expected = turned(*before.unbind(1)[:2], *norms, Rotation(angles.cos[tail], angles.sin[tail]))
+    for a, b in zip(found, expected, strict=True):
+        close(a[tail], b, dtype)
+    del qkv, found
+    gate_up = torch.randn(2**31 // 28672 + 64, 28672, device="cuda", dtype=dtype)
+    close(kernels.activate(gate_up)[tail], PLAIN.activate(gate_up[tail]), dtype)
 
 
 def test_rows_know_their_row_of_the_table() -> None:
