@@ -58,7 +58,7 @@ def run(folder: Path, layout: str, out: Path, more: list[str]) -> tuple[dict[str
     command = [sys.executable, "-m", "h3dist", "generate", "--request", str(folder / "request.json")]
     command += ["-o", str(out / "o.mp4"), f"output.intermediates={out}/o.safetensors"]
     command += ["--gpus", str(ranks), "--mode", mode, *degrees, *filter(None, overrides), *more]
-    subprocess.run(command, check=True, stderr=subprocess.DEVNULL)
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     return load_file(out / "o.safetensors"), json.loads((out / "o.json").read_text())
 
 
