@@ -18,7 +18,8 @@ from h3dist.config import conf_dir
 from h3dist.errors import ConfigError, OutputError, RequestError
 from h3dist.matrix import environment, results, scaling
 from h3dist.matrix.cells import Cell
-from h3dist.matrix.config import Shape, compose_matrix, exchange_of
+from h3dist.matrix.clip_run import clip_settings
+from h3dist.matrix.config import WAYS, Shape, compose_matrix, exchange_of
 from h3dist.matrix.prepare import prepare
 from h3dist.matrix.records import ended, waiting
 from h3dist.matrix.run import run_matrix
@@ -319,12 +320,25 @@ def test_scaling_is_the_default_and_its_runs_take_the_rest():
         ("sampler=official", "denoise_only=false does"),
         ("model.denoiser=x", "denoise_only=false does"),
         ("request.first_frame=x.png", "denoise_only=false does"),
+        ("runtime.gemm=fp8", "denoise_only=false does"),
+        ("runtime.fused=on", "denoise_only=false does"),
+        ("runtime.offload=blocks", "denoise_only=false does"),
+        ("decode=parallel", "denoise_only=false does"),
     ],
 )
 def test_what_no_cell_would_read_is_refused(word, told):
     with pytest.raises(ConfigError) as caught:
         compose_matrix([word])
     assert told in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_clips_computed_otherwise_are_other_cells():
+    def settings(*words):
+        return clip_settings(compose_matrix(["denoise_only=false", *words])[0], "cpu")
+
+    plain = settings()
+    assert settings("runtime.gemm=auto", "decode=auto") == plain and not plain.keys() & WAYS
+    assert settings("runtime.gemm=fp8", "decode=parallel") == plain | {"runtime.gemm": "fp8", "decode.mode": "parallel"}
 
 
 def test_clips_refuse_what_only_random_weights_have():

@@ -4,13 +4,14 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 from h3dist.config import Config, compose
 from h3dist.job import make_job, write_job
 from h3dist.matrix.cells import Cell, Planned
-from h3dist.matrix.config import MatrixConfig, exchange_of
+from h3dist.matrix.config import WAYS, MatrixConfig, exchange_of
 from h3dist.matrix.start import Start, ranks_environ
 from h3dist.plan import Layout
 from h3dist.planner import Decision, decide_run
@@ -35,7 +36,14 @@ def clip_settings(config: MatrixConfig, device: str) -> dict[str, Any]:
         "request": {name: value for name, value in fields.items() if name not in TOLD},
         "dtype": compute_dtype(config, device),
         "device": device,
+        **_otherwise(config),
     }
+
+
+def _otherwise(config: MatrixConfig) -> dict[str, str]:
+    """What is not by default of how clips are computed, by its key: cells keep the keys that they had before."""
+    asked, default = ({key: attrgetter(key)(of) for key in WAYS} for of in (config, Config()))
+    return {key: value for key, value in asked.items() if value != default[key]}
 
 
 def decide_clip(cell: Cell, layout: Layout, config: MatrixConfig, words: Sequence[str]) -> Decision:
