@@ -132,6 +132,7 @@ def hand_in_tiles(
     """Begins to move a chunk's tiles, of `shape`, to rank 0; what it gives waits for them, in serial order."""
     size = shape[0] * shape[1] * shape[2] * shape[3]
     counts = [0, *(owners.count(rank) * size for rank in range(1, comm.layout.ranks))]
+    assert all(tile.dtype == tile_dtype(comm.device) for tile in own), "what the others expect"
     leaving = own if comm.rank else []
     mine = torch.cat([torch.empty(0, dtype=tile_dtype(comm.device), device=comm.device), *map(torch.flatten, leaving)])
     arrived = comm.hand_in("decode.tiles", mine, counts)

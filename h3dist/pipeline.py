@@ -32,8 +32,9 @@ from h3dist.deliver import deliver, delivery
 from h3dist.intake import read_request
 from h3dist.material import read_material
 from h3dist.model.denoiser import Denoiser
+from h3dist.model.exchange import Alone
 from h3dist.model.fused import choose_elementwise
-from h3dist.model.linear import linear_of_run
+from h3dist.model.linear import choose_linear, linear_of_run
 from h3dist.model.modulation import tables
 from h3dist.model.packed import packing
 from h3dist.model.refiner import refine_text
@@ -177,6 +178,7 @@ def prepare(site: Site, started: Started) -> Prepared:
     attention = agree_on_attention(site.comm, plan.attention, task_of(plan, site.ranks.rank, site.device))
     with site.stage("encode"):
         elementwise = choose_elementwise(site.config.runtime.fused, site.device)
+        choose_linear(lowest_capability(site.device), Alone(), dtype, plan.gemm)  # what it lacks is said by now
         states_Lt, rows_LC, kept = encode(site, started) if site.first else (None, None, None)
         share = plan.shares[site.ranks.rank]
         kept_as = {"gemm": plan.gemm, "offload": plan.stored.resident_blocks is not None}

@@ -175,6 +175,7 @@ def talk(seat) -> tuple:
     comm.same("configuration", {"steps": 12, "names": ["a", "ß"]})
     told = comm.share({"seed": 2**62, "by": seat.rank})
     reports = comm.collect("reports", "x" * seat.rank + "语")
+    assert comm.collect("nothing", "") == [""] * seat.world
     with comm.stage("encode"):
         pass
     assert sum(comm.counted.values()) == 0, "metadata is no part of the traffic"

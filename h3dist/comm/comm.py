@@ -189,7 +189,7 @@ class Comm:
             return [text]
         data = bytearray(text.encode())
         lengths = self._meta.all_gather(label, torch.tensor([len(data)])).tolist()
-        padded = data.ljust(max(lengths))
+        padded = data.ljust(max(1, *lengths))  # no buffer is empty
         whole = self._meta.all_gather(label, torch.frombuffer(padded, dtype=torch.uint8)).numpy().tobytes()
         starts = range(0, len(whole), len(padded))
         return [whole[start : start + length].decode() for start, length in zip(starts, lengths, strict=True)]
