@@ -8,6 +8,7 @@ those of rank 0 alone to the last bit: a tile is the same call of the same decod
 Shape letters: T h w latent frames, height and width; A audio latents a channel; y x pixels of a tile; N samples.
 """
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -57,10 +58,14 @@ class Clean:
 
 @dataclass(frozen=True)
 class Decoded:
-    """Sound f32 [2, 800 A] and frames u8 [f, H, W, 3], a chunk at a time, on the CPU."""
+    """Sound f32 [2, 800 A] and frames u8 [f, H, W, 3], a chunk at a time, on the CPU.
+
+    `spent`: seconds that the first chunk took, where it is there already.
+    """
 
     sound_2N: Tensor
     frames: Iterator[Tensor]
+    spent: float = 0.0
 
 
 def vaes_for(plan: Plan, slots: Slots | None, model: ModelConfig) -> Vaes | None:
@@ -86,8 +91,10 @@ def decode_together(clean: Clean, comm: Comm, cuts: Cuts, schedule: Schedule) ->
     check_latents(clean.video)
     sound = hand_in_sound(clean, comm, schedule)
     frames = finish(_one_by_one(decode_tiles(clean, comm, schedule, cuts)), cuts)
+    begun = time.perf_counter()
     first = next(frames)  # before the sound, so that nobody waits for rank 0's own tiles meanwhile
-    yield Decoded(sound().view(SOUND_CHANNELS, -1).cpu(), chain([first], frames))
+    spent = time.perf_counter() - begun
+    yield Decoded(sound().view(SOUND_CHANNELS, -1).cpu(), chain([first], frames), spent)
 
 
 def assist(clean: Clean, comm: Comm, cuts: Cuts, schedule: Schedule) -> None:

@@ -124,7 +124,7 @@ def write_clip(
     chunks = len(cut_time(given.video.shape[2]))
     with outputs.writing("path") as part, decode() as decoded:
         sound_2N = decoded.sound_2N
-        with Steps(chunks, shown=True, stage="decode", step="chunk") as steps:
+        with Steps(chunks, shown=True, stage="decode", step="chunk", spent=decoded.spent) as steps:
             write_behind(partial(film, part, given.resolved, sound_2N), noting(decoded.frames, steps, kept))
     if outputs.sound:
         with outputs.writing("sound") as part:

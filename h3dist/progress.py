@@ -24,10 +24,16 @@ def announce(stage: str) -> None:
 
 
 class Steps:
-    """Progress over `total` steps of one kind; `seconds` keeps the time of each. Silent where not `shown`."""
+    """Progress over `total` steps of one kind; `seconds` keeps the time of each. Silent where not `shown`.
 
-    def __init__(self, total: int, *, shown: bool, stage: str = "denoise", step: str = "step") -> None:
+    `spent`: seconds that the first step had taken before.
+    """
+
+    def __init__(
+        self, total: int, *, shown: bool, stage: str = "denoise", step: str = "step", spent: float = 0.0
+    ) -> None:
         self.total = total
+        self._spent = spent
         self._step = step
         self.seconds: list[float] = []
         self._shown = shown
@@ -39,7 +45,7 @@ class Steps:
     def __enter__(self) -> "Steps":
         if self._bar:
             self._bar.start()
-        self._last = time.perf_counter()
+        self._last = time.perf_counter() - self._spent
         return self
 
     def __exit__(

@@ -141,14 +141,15 @@ def test_a_sidecar_of_another_configuration_is_told(run, tmp_path):
     """Its request is repeated, and its sampler and number format are not."""
     path = tmp_path / "earlier.json"
     sampler = vars(composed("sampler=official").sampler)
-    path.write_text(
-        json.dumps({"request": {"prompt": "a fox"}, "config": {"sampler": sampler, "runtime": {"dtype": "auto"}}})
-    )
+    made = {"sampler": sampler, "runtime": {"dtype": "auto", "gemm": "fp8"}, "exchange": {"codec": "int8"}}
+    path.write_text(json.dumps({"request": {"prompt": "a fox"}, "config": made}))
     _, job, _, err = run("generate", "--request", str(path))
     assert job.request == {"prompt": "a fox"}
     assert f"{path} repeats its run's request, not its configuration, which had sampler.name=official (here " in err
     assert "sampler.noise=official (here comfy)" in err and "dtype" not in err
-    assert run("generate", "--request", str(path), "sampler=official")[3] == ""
+    assert "runtime.gemm=fp8 (here auto), exchange.codec=int8 (here none)" in err
+    same = "sampler=official", "runtime.gemm=fp8", "exchange.codec=int8"
+    assert run("generate", "--request", str(path), *same)[3] == ""
     path.write_text(json.dumps({"prompt": "a fox"}))
     assert run("generate", "--request", str(path))[3] == ""
 

@@ -171,9 +171,9 @@ def test_what_is_asked_for_is_taken_where_it_can_be(gemm, capability, dtype, cho
 @pytest.mark.parametrize(
     ("gemm", "capability", "dtype", "told"),
     [
-        ("nvfp4", None, "bfloat16", "compute capability 10.0, and this is a CPU"),
-        ("nvfp4", (9, 0), "bfloat16", "compute capability 10.0, and this is 9.0"),
-        ("fp8", (8, 6), "bfloat16", "compute capability 8.9, and this is 8.6"),
+        ("nvfp4", None, "bfloat16", "compute capability 10.0 or later, and this is a CPU"),
+        ("nvfp4", (9, 0), "bfloat16", "compute capability 10.0 or later, and this is 9.0"),
+        ("fp8", (8, 6), "bfloat16", "compute capability 8.9 or later, and this is 8.6"),
         ("int8", (7, 0), "bfloat16", "compute capability 7.5"),
         ("fp8", (9, 0), "float32", "use runtime.dtype=bfloat16"),
         ("nvfp4", (10, 0), "float32", "use runtime.dtype=bfloat16"),

@@ -33,6 +33,13 @@ def test_a_line_a_step(capsys):
     assert lines[-1].endswith("0 s left")
 
 
+def test_the_first_step_may_have_begun_before():
+    with Steps(2, shown=False, spent=40.0) as steps:
+        steps.advance()
+        steps.advance()
+    assert steps.seconds[0] > 40 and steps.seconds[1] < 40
+
+
 def test_a_log_on_a_full_disk_ends_no_run(monkeypatch):
     full = FullDisk()
     monkeypatch.setattr(sys, "stderr", full)

@@ -68,7 +68,7 @@ def test_the_sidecar_tells_who_decoded_and_what_that_sent(films):
         assert 0 < rank["decode_seconds"] <= told["seconds"]["decode"] + 1
     assert told["ranks"][0]["sent"]["counted"]["decode.tiles"] == 0
     assert told["ranks"][1]["sent"]["counted"]["decode.tiles"] == plan["tiles"][1] * 3 * 22 * 256 * 64 * 4
-    assert len(told["chunk_seconds"]) == 2
+    assert len(told["chunk_seconds"]) == 2 and min(told["chunk_seconds"]) > 0.005, "the first one's work too"
     alone = films["rank0"][2]
     assert not alone["plan"]["decode"]["parallel"]
     assert not any(rank["sent"]["counted"]["decode.tiles"] for rank in alone["ranks"])

@@ -16,7 +16,8 @@ from h3dist.request import gather_request, parse_request, read_settings
 SHAPING = {  # configuration that changes the clip, beside the files
     "sampler": [item.name for item in fields(SamplerConfig)],
     "attention": ["name"],
-    "runtime": ["dtype"],
+    "runtime": ["dtype", "gemm"],
+    "exchange": ["codec"],
 }
 BYTES = {"GiB": 2**30, "GB": 10**9, "MiB": 2**20, "MB": 10**6}
 

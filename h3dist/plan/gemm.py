@@ -37,8 +37,8 @@ def choose_gemm(asked: str, capability: tuple[int, int] | None, dtype: str) -> s
     if capability is None or capability < least:
         there = "a CPU" if capability is None else "{}.{}".format(*capability)
         raise ConfigError(
-            f"runtime.gemm={asked} needs GPUs of compute capability {least[0]}.{least[1]}, and this is {there}; "
-            "runtime.gemm=auto runs everywhere"
+            f"runtime.gemm={asked} needs GPUs of compute capability {least[0]}.{least[1]} or later, and this is "
+            f"{there}; runtime.gemm=auto runs everywhere"
         )
     if asked in HALF_ONLY and dtype != "bfloat16":
         raise ConfigError(f"runtime.gemm={asked} gives bfloat16, and runtime.dtype={dtype}; use runtime.dtype=bfloat16")
