@@ -128,8 +128,8 @@ def linear_of_run(
 
     Raises ConfigError and MissingDependency.
     """
-    lasting = isinstance(weights.blocks, tuple)  # others are new tensors each time
-    if ahead and plan.gemm == "dense" and lasting and not all_dense(weights.linears, weights.dtype):
+    wanted = ahead and plan.gemm == "dense" and isinstance(weights.blocks, tuple)  # other blocks are new each time
+    if wanted and not all_dense(weights.linears, weights.dtype):
         fill = triton_fill() if weights.device.type == "cuda" else plain_fill
         return AheadLinear(weights.linears, weights.dtype, weights.device, fill)
     return choose_linear(capability, exchange, weights.dtype, plan.gemm)
