@@ -173,10 +173,11 @@ def test_the_pod_ends_itself_when_nobody_looks_after_it(cloud: FakeRunpod, desk:
 
 
 def _shorten(cloud: FakeRunpod, pod) -> None:
-    await_(lambda: (cloud.state / "expires").exists(), 10)
-    left = int((cloud.state / "expires").read_text()) - time.time()
+    expires = cloud.state / "expires"
+    await_(lambda: expires.exists() and expires.read_text(), 10)
+    left = int(expires.read_text()) - time.time()
     assert 5 < left < 30  # 1.8 s of deadline and 12 s of grace
-    (cloud.state / "expires").write_text(str(int(time.time())))
+    expires.write_text(str(int(time.time())))
 
 
 def test_a_kept_pod_is_watched_and_every_hand_command_works(cloud: FakeRunpod, desk: Desk) -> None:

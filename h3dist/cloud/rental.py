@@ -142,7 +142,8 @@ class Rental:
         left = max(1, round((self.lease.ends or time.time()) - time.time() + self.desk.pace.grace))
         path = quote(f"{self.desk.recipe.state}/expires")
         new = f"new=$(($(date +%s)+{left})); old=$(cat {path} 2>/dev/null || echo $new)"
-        ssh.run("the pod's own timer", f'{new}; [ "$new" -ge "$old" ] || echo "$new" > {path}', timeout=60)
+        put = f'echo "$new" > {path}.new && mv {path}.new {path}'  # the guard must never read half of it
+        ssh.run("the pod's own timer", f'{new}; [ "$new" -ge "$old" ] || {{ {put}; }}', timeout=60)
 
     def alive(self) -> None:
         """Raises PodLost when the API says that the pod ended; says nothing when the API does not answer."""

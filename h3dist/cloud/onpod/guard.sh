@@ -15,7 +15,9 @@ state=${H3_POD_STATE:-/tmp/h3-pod}
 mkdir -p -m 700 "$state"
 umask 077
 # written once: a container that is started again does not live longer for it
-[ -s "$state/expires" ] || echo $(($(date +%s) + lifetime)) >"$state/expires"
+[ -s "$state/expires" ] || {
+    echo $(($(date +%s) + lifetime)) >"$state/expires.new" && mv "$state/expires.new" "$state/expires"
+}
 [ -z "${HF_TOKEN:-}" ] || printf '%s' "$HF_TOKEN" >"$state/hf-token"
 umask 022
 
