@@ -13,7 +13,7 @@ from h3dist.comm.codec import Int8, Plain
 from h3dist.comm.heads import Attention, HeadMoves
 from h3dist.comm.rounding import Rounding
 from h3dist.comm.wire import Wire
-from h3dist.plan import Plan, Span, column_spans
+from h3dist.plan import Plan, Span, column_spans, length
 
 
 class RankExchange:
@@ -28,7 +28,7 @@ class RankExchange:
         share = plan.shares[rank]
         self._tp, self._everyone = tp, everyone
         self._rows, self._chunk = plan.rows, plan.chunk
-        self._own, self._group = _length(share.rows), _length(share.group_rows)
+        self._own, self._group = length(share.rows), length(share.group_rows)
         self._piece = min(plan.chunk, self._group)  # rows of an even piece: those of the tp group's first rank
         self._chunks = plan.exchange.chunks
         self._hidden = plan.exchange.hidden_on(plan.layout)
@@ -95,10 +95,6 @@ class RankExchange:
         whole = self._everyone.all_gather("outputs", _pad_rows(out_sO, self._chunk)).narrow(0, 0, self._rows)
         self._everyone.settle("outputs")
         return whole
-
-
-def _length(span: Span) -> int:
-    return span[1] - span[0]
 
 
 def _pad_rows(x: Tensor, rows: int) -> Tensor:

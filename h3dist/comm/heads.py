@@ -18,7 +18,7 @@ from torch import Tensor
 
 from h3dist.comm.codec import Codec, Plain
 from h3dist.comm.wire import Wire
-from h3dist.plan import Plan, Share, Span, split_ragged
+from h3dist.plan import Plan, Share, Span, length, split_ragged
 
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 Heads = tuple[Tensor, Tensor, Tensor]  # q, k and v
@@ -40,8 +40,8 @@ class HeadMoves:
     def __init__(self, plan: Plan, share: Share, wire: Wire, codec: Codec) -> None:
         peers = [plan.shares[rank] for rank in wire.group.ranks]
         self._wire, self._codec, self._plain = wire, codec, isinstance(codec, Plain)
-        self._held, self._first = _length(share.tp_heads), share.projected_heads[0] - share.tp_heads[0]
-        self._rows = [_length(peer.group_rows) for peer in peers]
+        self._held, self._first = length(share.tp_heads), share.projected_heads[0] - share.tp_heads[0]
+        self._rows = [length(peer.group_rows) for peer in peers]
         self._local = plan.exchange.hidden_on(plan.layout)  # q, k and v are of all rows already
         self._whole = Part(tuple(_inside(peer, share.tp_heads[0]) for peer in peers))
         self._parts = tuple(_cut(self._whole, plan.exchange.groups))
@@ -156,7 +156,3 @@ def _nothing() -> None:
 def _inside(peer: Share, first: int) -> Span:
     """A peer's heads, counted from the first head of our tp share."""
     return peer.heads[0] - first, peer.heads[1] - first
-
-
-def _length(span: Span) -> int:
-    return span[1] - span[0]

@@ -25,6 +25,7 @@ from math import prod
 from typing import TYPE_CHECKING
 
 from h3dist.plan.gemm import NARROW
+from h3dist.plan.layout import length
 from h3dist.plan.overlap import GROUP_LAUNCH, exposed, group_sizes, wave_loss
 from h3dist.plan.traffic import ELEMENT_BYTES
 from h3dist.plan.weights import NVFP4_BYTES, linear_shapes
@@ -121,7 +122,7 @@ class Pricing:
     def _overlap(self, groups: int) -> dict[str, float]:
         """Attention cut into groups, and the exchange in the open and hidden behind it."""
         plan, base = self._plan, self._base
-        heads = [_length(share.heads) for share in plan.shares]
+        heads = [length(share.heads) for share in plan.shares]
         attention = base.attention * max(wave_loss(plan.rows, h, groups, self._device.units) for h in heads)
         first, last = (max(group_sizes(h, groups)[end] / h for h in heads) for end in (0, -1))
         there, back = (sum(self._seconds.get(label, 0.0) for label in labels) for labels in (THERE, (BACK,)))
@@ -150,14 +151,14 @@ def product_flops(plan: "Plan", share: "Share") -> float:
 
 def _linears(plan: "Plan", share: "Share") -> Iterator[tuple[int, int]]:
     """Of each of a block's linears the rows that a rank puts through it, and the weights it puts them through."""
-    cut = _length(share.tp_heads), _length(share.ffn), _length(share.projected_heads)
+    cut = length(share.tp_heads), length(share.ffn), length(share.projected_heads)
     for name, shape in linear_shapes(plan.dims, *cut).items():
-        yield _length(share.projected_rows if name == QKV else share.group_rows), prod(shape)
+        yield length(share.projected_rows if name == QKV else share.group_rows), prod(shape)
 
 
 def attention_flops(plan: "Plan", share: "Share") -> float:
     """FLOP of attention in one evaluation: two products of S x S x D a head and block."""
-    return 4.0 * plan.rows**2 * _length(share.heads) * plan.dims.head_dim * plan.dims.layers
+    return 4.0 * plan.rows**2 * length(share.heads) * plan.dims.head_dim * plan.dims.layers
 
 
 def _products(plan: "Plan", share: "Share", device: "DeviceRates") -> float:
@@ -195,8 +196,8 @@ def dequantised_bytes(plan: "Plan", share: "Share") -> float:
 def elementwise_bytes(plan: "Plan", share: "Share") -> float:
     """Read and written in one evaluation by what is neither a product nor attention."""
     dims, fp4 = plan.dims, _fp4_part(plan)
-    own, group, projected = _length(share.rows), _length(share.group_rows), _length(share.projected_rows)
-    inner, ffn = _length(share.projected_heads) * dims.head_dim, _length(share.ffn)
+    own, group, projected = length(share.rows), length(share.group_rows), length(share.projected_rows)
+    inner, ffn = length(share.projected_heads) * dims.head_dim, length(share.ffn)
     widths = own * WIDTHS_OWN * dims.hidden + projected * WIDTHS_HELD * inner + group * WIDTHS_FFN * ffn
     again = fp4 * (projected - group) * dims.hidden  # rows of others, quantised here too
     return dims.layers * (ELEMENT_BYTES[plan.dtype] * (widths + again) + NVFP4_BYTES * again)
@@ -208,7 +209,7 @@ def packed_bytes(plan: "Plan", share: "Share") -> float:
         return 0.0
     hidden, element = plan.exchange.hidden_on(plan.layout), ELEMENT_BYTES[plan.dtype]
     there, back = (0, WIDTHS_BACK) if hidden else (WIDTHS_THERE, WIDTHS_BACK)
-    inner = plan.dims.layers * _length(share.group_rows) * _length(share.tp_heads) * plan.dims.head_dim
+    inner = plan.dims.layers * length(share.group_rows) * length(share.tp_heads) * plan.dims.head_dim
     coded = CODED * (there + back) // 2 if plan.exchange.codec != "none" else 0
     return inner * (element * (there + back) + (element + 1) * coded)
 
@@ -216,7 +217,3 @@ def packed_bytes(plan: "Plan", share: "Share") -> float:
 def _fp4_part(plan: "Plan") -> float:
     """The part of the linears that run as FP4 products; they are of one kind in all known files."""
     return plan.fp4 / (len(linear_shapes(plan.dims, 1, 1)) * plan.dims.layers)
-
-
-def _length(span: tuple[int, int]) -> int:
-    return span[1] - span[0]

@@ -74,6 +74,11 @@ class Layout:
         return tuple(tuple(range(r, r + self.ranks)) for r in range(0, self.world, self.ranks))
 
 
+def length(span: Span) -> int:
+    """What lies in a span."""
+    return span[1] - span[0]
+
+
 def split_rows(rows: int, parts: int) -> tuple[Span, ...]:
     """`rows` in chunks of ceil(rows / parts): later parts are short or empty, never earlier ones.
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from h3dist.geometry import CHUNK_FRAMES, Geometry
 from h3dist.plan.gemm import working_bytes
+from h3dist.plan.layout import length
 from h3dist.plan.traffic import Work
 from h3dist.plan.weights import (
     F32,
@@ -44,7 +45,7 @@ class Stored:
 
 def weight_bytes(work: Work, stored: Stored, share: "Share") -> int:
     """What a rank keeps of the denoiser on its device: quantised slices, small tensors, the modulation table."""
-    cut = _length(share.tp_heads), _length(share.ffn), _length(share.projected_heads)
+    cut = length(share.tp_heads), length(share.ffn), length(share.projected_heads)
     held = min(work.dims.layers, stored.resident_blocks or work.dims.layers) / work.dims.layers
     linears = round(held * stored.bytes_per_weight * linear_weights(work.dims, *cut))
     return linears + kept_bytes(work.dims) + modulation_bytes(work.dims, work.steps, kept=bool(work.conditions))
@@ -60,19 +61,19 @@ def activation_bytes(work: Work, gemm: str, share: "Share") -> int:
     halves and the activation of one.
     """
     dims, e = work.dims, work.element
-    own, group, projected = _length(share.rows), _length(share.group_rows), _length(share.projected_rows)
-    shapes = linear_shapes(dims, _length(share.tp_heads), _length(share.ffn), _length(share.projected_heads))
+    own, group, projected = length(share.rows), length(share.group_rows), length(share.projected_rows)
+    shapes = linear_shapes(dims, length(share.tp_heads), length(share.ffn), length(share.projected_heads))
     rows = {name: projected if name == LINEARS[0] else group for name in shapes}
     work_space = {name: working_bytes(gemm, rows[name], shape, e) for name, shape in shapes.items()}
-    before = group * _length(share.tp_heads) * dims.head_dim * e  # one of q, k, v, split by rows
-    after = work.rows * _length(share.heads) * dims.head_dim * e if work.layout.sp > 1 else 0  # or by heads
+    before = group * length(share.tp_heads) * dims.head_dim * e  # one of q, k, v, split by rows
+    after = work.rows * length(share.heads) * dims.head_dim * e if work.layout.sp > 1 else 0  # or by heads
     wide = 5 * after + 2 * before if work.hidden else 7 * before + 3 * after
     attention = (
         (group + projected) * dims.hidden * e + wide + max(work_space["attn.qkv_proj"], work_space["attn.out_proj"])
     )
     mlp = (
         2 * group * dims.hidden * e
-        + 3 * group * _length(share.ffn) * e
+        + 3 * group * length(share.ffn) * e
         + max(work_space["mlp.fc1"], work_space["mlp.fc2"])
     )
     return 2 * own * dims.hidden * e + max(attention, mlp)
@@ -102,7 +103,3 @@ def encoding_bytes(work: Work, stored: Stored) -> int:
     """What the VAEs take to encode the conditions, after the text encoder has left; one VAE at a time."""
     video = any(condition.frames for condition in work.conditions) * (stored.video_vae + ENCODED_TILE)
     return max(video, any(condition.samples for condition in work.conditions) * stored.audio_vae)
-
-
-def _length(span: tuple[int, int]) -> int:
-    return span[1] - span[0]

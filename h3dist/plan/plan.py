@@ -15,7 +15,7 @@ from h3dist.geometry import Geometry
 from h3dist.plan.decode import DecodePlan, with_decode
 from h3dist.plan.exchange import PLAIN, ExchangePlan
 from h3dist.plan.gemm import resident_bytes
-from h3dist.plan.layout import Layout, Span, ffn_split, split_heads, split_rows
+from h3dist.plan.layout import Layout, Span, ffn_split, length, split_heads, split_rows
 from h3dist.plan.memory import CUDA_RESERVE, Stored, estimate, weight_bytes
 from h3dist.plan.traffic import ELEMENT_BYTES, Work, sent
 from h3dist.plan.weights import bytes_per_weight, file_bytes, linear_weights, packed_inputs
@@ -251,14 +251,10 @@ def _waiting(dims: "DenoiserDims", stored: Stored, shares: tuple[Share, ...]) ->
     """A note on blocks that are not on the device."""
     if stored.resident_blocks is None:
         return ()
-    cuts = ((_length(share.tp_heads), _length(share.ffn), _length(share.projected_heads)) for share in shares)
+    cuts = ((length(share.tp_heads), length(share.ffn), length(share.projected_heads)) for share in shares)
     most = max(stored.bytes_per_weight * linear_weights(dims, *cut) for cut in cuts)
     told = f"{most / 1e9:.1f} GB of blocks a rank wait in the host's memory, pinned"
     return (f"{told}; the predicted time leaves out their way to the GPU",)
-
-
-def _length(span: Span) -> int:
-    return span[1] - span[0]
 
 
 def _reasons(mode: str | None, layout: Layout, shares: tuple[Share, ...]) -> tuple[str, ...]:

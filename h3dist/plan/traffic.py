@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING
 
 from h3dist.conditions import Condition, kept_shapes
 from h3dist.plan.exchange import PLAIN, ExchangePlan
-from h3dist.plan.layout import Layout, split_rows
+from h3dist.plan.layout import Layout, length, split_rows
 
 if TYPE_CHECKING:
     from h3dist.checkpoint.comfy import DenoiserDims
@@ -95,8 +95,8 @@ def sent(work: Work, share: "Share") -> dict[str, int]:
     """Bytes that one rank sends in a whole run, by label, by the formulas above; the request's first rank encodes."""
     dims, layout, e = work.dims, work.layout, work.element
     blocks, first = dims.layers * work.steps, share.rank % layout.ranks == 0
-    held, heads = _length(share.tp_heads), _length(share.heads)
-    piece = min(work.chunk, _length(share.group_rows)) * (layout.tp - 1)
+    held, heads = length(share.tp_heads), length(share.heads)
+    piece = min(work.chunk, length(share.group_rows)) * (layout.tp - 1)
     qkv, fc1 = row_bytes(dims, e, work.packed)
     outputs = 4 * dims.video_channels + dims.audio_channels
     one_head = [work.exchange.head_bytes(rows, dims.head_dim, e) for rows in work.group_rows]
@@ -119,7 +119,3 @@ def row_bytes(dims: "DenoiserDims", element: int, packed: tuple[int, int]) -> tu
     plain, columns = dims.hidden * element, -(-dims.hidden // FP4_COLUMNS) * FP4_COLUMNS
     qkv, fc1 = (dims.layers * plain + count * (columns // 2 + columns // FP4_BLOCK - plain) for count in packed)
     return qkv, fc1
-
-
-def _length(span: tuple[int, int]) -> int:
-    return span[1] - span[0]

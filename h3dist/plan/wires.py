@@ -8,6 +8,7 @@ way between two nodes, share a pool as well. What takes longest counts; then eac
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from h3dist.plan.layout import length
 from h3dist.plan.plan import Plan
 from h3dist.plan.rates import DeviceRates, LinkRates, Rates
 from h3dist.plan.traffic import ELEMENT_BYTES, FLOAT, row_bytes
@@ -78,8 +79,8 @@ def moves(plan: Plan) -> tuple[Move, ...]:
     dims, layout, e = plan.dims, plan.layout, ELEMENT_BYTES[plan.dtype]
     outputs = plan.chunk * (4 * dims.video_channels + dims.audio_channels) * FLOAT
     qkv, fc1 = (total // dims.layers for total in row_bytes(dims, e, plan.packed))
-    group = [_length(share.group_rows) for share in plan.shares]
-    heads = [_length(share.heads) for share in plan.shares]
+    group = [length(share.group_rows) for share in plan.shares]
+    heads = [length(share.heads) for share in plan.shares]
     piece = [min(plan.chunk, rows) for rows in group]
     within, across, everyone = map(_pairs, (layout.tp_groups(), layout.sp_groups(), layout.request_groups()))
     hidden = plan.exchange.hidden_on(layout)
@@ -101,7 +102,3 @@ def moves(plan: Plan) -> tuple[Move, ...]:
 
 def _pairs(groups: tuple[tuple[int, ...], ...]) -> list[tuple[int, int]]:
     return [(a, b) for group in groups for a in group for b in group if a != b]
-
-
-def _length(span: tuple[int, int]) -> int:
-    return span[1] - span[0]
