@@ -75,8 +75,8 @@ class PlainWeight(Weight):
 
 
 @dataclass(frozen=True, eq=False)
-class Int8Weight(Weight):
-    """W = codes * scale (Comfy's `int8_tensorwise`): codes int8 [N, K], one float32 scale a row, [N, 1]."""
+class RowScaledWeight(Weight):
+    """W = codes * scale: codes of one byte, [N, K], and one float32 scale a row, [N, 1]."""
 
     codes: Tensor
     scale: Tensor
@@ -94,13 +94,14 @@ class Int8Weight(Weight):
 
         return dense_by_rows(self.shape, dtype, self.codes.device, rows)
 
-    def slice(self, cut: Slice) -> Int8Weight:
-        return replace(
-            self,
-            codes=take(self.codes, cut),
-            scale=take(self.scale, Slice(rows=cut.rows)),
-            pre_quant_scale=take_cols(self.pre_quant_scale, cut),
-        )
+    def slice(self, cut: Slice) -> Self:
+        codes = take(self.codes.view(torch.uint8), cut).view(self.codes.dtype)  # few operations know float8
+        scale, pre_quant_scale = take(self.scale, Slice(rows=cut.rows)), take_cols(self.pre_quant_scale, cut)
+        return replace(self, codes=codes, scale=scale, pre_quant_scale=pre_quant_scale)
+
+
+class Int8Weight(RowScaledWeight):
+    """Comfy's `int8_tensorwise`: the codes are int8."""
 
 
 def take(matrix: Tensor, cut: Slice) -> Tensor:

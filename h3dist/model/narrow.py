@@ -9,14 +9,12 @@ Shape letters: M rows, K inputs, N outputs.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from h3dist.checkpoint.formats import DENSE_ELEMENTS, Int8Weight, PlainWeight, Weight, dense_by_rows, take, take_cols
-from h3dist.checkpoint.slices import Slice
+from h3dist.checkpoint.formats import DENSE_ELEMENTS, Int8Weight, PlainWeight, RowScaledWeight, Weight
 from h3dist.errors import MissingDependency
 from h3dist.fp8 import to_rows_of_fp8
 from h3dist.model.dense import Linear, dense_linear, prescaled
@@ -25,30 +23,8 @@ INT8_LARGEST = 127.0
 SMALLEST = 1e-30
 
 
-@dataclass(frozen=True, eq=False)
-class Fp8Weight(Weight):
-    """W = codes * scale: codes E4M3 [N, K], one float32 scale a row, [N, 1], a power of two."""
-
-    codes: Tensor
-    scale: Tensor
-    full_precision: bool = False
-    input_scale: Tensor | None = None
-    pre_quant_scale: Tensor | None = None
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        return self.codes.shape[0], self.codes.shape[1]
-
-    def dense(self, dtype: torch.dtype) -> Tensor:
-        def rows(start: int, stop: int) -> Tensor:
-            return self.codes[start:stop].float() * self.scale[start:stop]
-
-        return dense_by_rows(self.shape, dtype, self.codes.device, rows)
-
-    def slice(self, cut: Slice) -> Fp8Weight:
-        scale, pre_quant_scale = take(self.scale, Slice(rows=cut.rows)), take_cols(self.pre_quant_scale, cut)
-        codes = take(self.codes.view(torch.uint8), cut).view(torch.float8_e4m3fn)
-        return replace(self, codes=codes, scale=scale, pre_quant_scale=pre_quant_scale)
+class Fp8Weight(RowScaledWeight):
+    """The codes are E4M3 and the scales powers of two."""
 
 
 def narrowed(weight: Weight, gemm: str, dtype: torch.dtype) -> Weight:
