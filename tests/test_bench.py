@@ -11,9 +11,10 @@ import torch
 from world import World
 
 from h3dist.bench import parts, suite, variants
+from h3dist.bench.ratios import ratios
 from h3dist.bench.refresh import read_record, refresh, refreshed, rows_of, written
 from h3dist.bench.spec import SHAPES, Spec, parse_shape
-from h3dist.bench.suite import LEFT_OUT, Suite, ratios
+from h3dist.bench.suite import LEFT_OUT, Suite
 from h3dist.bench.summary import summary
 from h3dist.bench.timing import Clock
 from h3dist.comm import Comm

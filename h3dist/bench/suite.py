@@ -22,6 +22,7 @@ import torch
 from h3dist import __version__
 from h3dist.attention.registry import WHOLE
 from h3dist.bench import parts, rival, variants
+from h3dist.bench.ratios import ratios
 from h3dist.bench.spec import Spec
 from h3dist.bench.steps import TEXT_TAG, Measured, random_run, random_weights, run_steps, velocity
 from h3dist.bench.timing import Clock, Timing
@@ -254,56 +255,6 @@ class Suite:
         gc.collect()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
-
-
-def ratios(entry: Mapping[str, Any]) -> dict[str, Any]:
-    """A step against its floor (products and the fastest exact attention, alone, in every block) and diffusers'."""
-    found, blocks = entry["parts"], entry["blocks"]
-    exact = {
-        name.removeprefix("attention."): part["seconds"]
-        for name, part in found.items()
-        if name.startswith("attention.") and part["exact"]
-    }
-    products = found.get("products_fp4", found.get("products"))
-    made: dict[str, Any] = {}
-    if exact and products:
-        best = min(exact, key=lambda name: exact[name])
-        floor = blocks * (products["all"]["seconds"] + exact[best])
-        kind = "products_fp4" if "products_fp4" in found else "products"
-        made |= {"floor_seconds": floor, "floor_attention": best, "floor_products": kind}
-        if "step" in found:
-            made["step_to_floor"] = found["step"]["seconds"] / floor
-    if "step" in found and "diffusers" in found:
-        made["diffusers_to_step"] = found["diffusers"]["seconds"] / found["step"]["seconds"]
-    if "step" in found and exact and products:
-        made["step_unexplained_seconds"] = found["step"]["seconds"] - blocks * _explained(entry)
-    if entry.get("variants"):
-        made["variants"] = varied(entry, made)
-    return made
-
-
-def varied(entry: Mapping[str, Any], made: Mapping[str, Any]) -> dict[str, Any]:
-    """Each variant's step against the floor of exact ones, the plain step and diffusers', as far as those are there."""
-    others = {"plain_to_step": "step", "diffusers_to_step": "diffusers"}
-    seconds = {label: entry["parts"][name]["seconds"] for label, name in others.items() if name in entry["parts"]}
-    told: dict[str, Any] = {}
-    for name, variant in entry.get("variants", {}).items():
-        told[name] = {label: other / variant["seconds"] for label, other in seconds.items()}
-        if "floor_seconds" in made:
-            told[name]["step_to_floor"] = variant["seconds"] / made["floor_seconds"]
-    return told
-
-
-def _explained(entry: Mapping[str, Any]) -> float:
-    """Seconds of a block that parts measured alone account for, at the step's own attention."""
-    found = entry["parts"]
-    fp4 = "products_fp4" in found
-    names = ["elementwise"] if fp4 else ["elementwise", "dequantise"]
-    attention = found.get(f"attention.{entry['attention']}", {"seconds": 0.0})["seconds"]
-    exchange = found.get("exchange", {})
-    talk = sum(part["seconds"] * {"rows.gather": 2, "rows.reduce": 2}.get(label, 1) for label, part in exchange.items())
-    products = found["products_fp4" if fp4 else "products"]["all"]["seconds"]
-    return products + attention + talk + sum(found[name]["seconds"] for name in names if name in found)
 
 
 def environment(device: torch.device) -> dict[str, Any]:
