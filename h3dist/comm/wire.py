@@ -45,7 +45,7 @@ class Group:
 
 
 class Wire(ABC):
-    """The four collectives of a group. `counted` gathers, by label, the bytes that this rank sends."""
+    """The collectives of a group. `counted` gathers, by label, the bytes that this rank sends."""
 
     def __init__(self, group: Group, counted: dict[str, int]) -> None:
         self.group, self.counted = group, counted
@@ -57,9 +57,7 @@ class Wire(ABC):
 
     def all_to_all(self, label: str, x: Tensor, out: Sequence[int], into: Sequence[int]) -> Tensor:
         """Flat `x` cut in pieces of `out` elements, one for each rank; gives theirs for me, of `into` elements."""
-        own = self.group.index
-        assert x.is_contiguous() and sum(out) == x.numel() and out[own] == into[own], (out, into, x.shape)
-        self._begin(label, (x.numel() - out[own]) * x.element_size())
+        self._begin_pieces(label, x, out, into)
         return self._exchange(label, x.flatten(), list(out), list(into))
 
     def all_to_all_later(
@@ -70,9 +68,7 @@ class Wire(ABC):
         Every rank begins such exchanges in one order, and waits for all of them. Without `hold` a host whose device
         does the waiting goes on itself: what it gives the device next comes after the pieces, and `settle` bounds it.
         """
-        own = self.group.index
-        assert x.is_contiguous() and sum(out) == x.numel() and out[own] == into[own], (out, into, x.shape)
-        self._begin(label, (x.numel() - out[own]) * x.element_size())
+        self._begin_pieces(label, x, out, into)
         return self._start(label, x.flatten(), list(out), list(into), hold)
 
     def reduce_scatter(self, label: str, x: Tensor) -> Tensor:
@@ -93,6 +89,11 @@ class Wire(ABC):
     @abstractmethod
     def settle(self, label: str) -> None:
         """Returns once all that was begun is done on this rank's device, or raises what stopped it."""
+
+    def _begin_pieces(self, label: str, x: Tensor, out: Sequence[int], into: Sequence[int]) -> None:
+        own = self.group.index
+        assert x.is_contiguous() and sum(out) == x.numel() and out[own] == into[own], (out, into, x.shape)
+        self._begin(label, (x.numel() - out[own]) * x.element_size())
 
     def _begin(self, label: str, count: int) -> None:
         self.group.board.begin(self.group.name, label)
