@@ -31,9 +31,14 @@ def task_of(plan: Plan, rank: int, device: torch.device) -> Task:
         head_dim=plan.dims.head_dim,
         dtype=getattr(torch, plan.dtype),
         device=device,
-        capability=torch.cuda.get_device_capability(device) if device.type == "cuda" else None,
+        capability=capability_of(device),
         lead=plan.rows - plan.geometry.video_rows,
     )
+
+
+def capability_of(device: torch.device) -> tuple[int, int] | None:
+    """Of a device; None on a CPU."""
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else None
 
 
 def agree_on_attention(comm: Comm, name: str, task: Task) -> Backend:

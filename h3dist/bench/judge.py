@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 
+from h3dist.attending import capability_of
 from h3dist.attention.backend import Task
 from h3dist.attention.capture import Captured, read
 from h3dist.attention.check import compare
 from h3dist.attention.registry import WHOLE
-from h3dist.bench.variants import capability_of
 
 FORM, VERSION = "h3dist-attention-judged", 1
 

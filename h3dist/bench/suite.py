@@ -20,13 +20,13 @@ from typing import Any
 import torch
 
 from h3dist import __version__
+from h3dist.attending import capability_of
 from h3dist.attention.registry import WHOLE
 from h3dist.bench import parts, rival, variants
 from h3dist.bench.ratios import ratios
 from h3dist.bench.spec import Spec
 from h3dist.bench.steps import TEXT_TAG, Measured, random_run, random_weights, run_steps, velocity
 from h3dist.bench.timing import Clock, Timing
-from h3dist.bench.variants import capability_of
 from h3dist.comm import Comm
 from h3dist.errors import RankError
 from h3dist.model.fused import choose_elementwise

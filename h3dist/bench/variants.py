@@ -9,7 +9,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from h3dist.bench.steps import denoiser_of, relative_error, run_steps, velocity
@@ -56,8 +55,3 @@ def measure(
     measured = run_steps(denoiser, plan, comm, seed=seed)
     made = Timing(measured.seconds[1:]).as_dict(resident_bytes=measured.resident, peak_bytes=measured.peak)
     return made | {"error": None if plain is None else relative_error(found, plain)}
-
-
-def capability_of(device: torch.device) -> tuple[int, int] | None:
-    """None on a CPU."""
-    return torch.cuda.get_device_capability(device) if device.type == "cuda" else None
