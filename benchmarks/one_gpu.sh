@@ -10,11 +10,11 @@ cd "$(dirname "$0")/.."
 python=${PYTHON:-python3}
 if [[ -n ${SMOKE:-} ]]; then
     exec "$python" -m h3dist bench --size small --device cpu --shape 96x64x5 --text-rows 20 --repeats 1 --blocks 2 \
-        --variants --diffusers --out "${1:?a file for the figures}"
+        --variants all --diffusers --out "${1:?a file for the figures}"
 fi
 name=$("$python" -c "import torch; print(torch.cuda.get_device_name().replace(' ', '-').lower())")
 out=${1:-benchmarks/results/$name-variants-$(date +%F).json}
 "$python" -m pytest -q -m gpu tests/test_model_fused.py tests/test_model_narrow.py tests/test_model_offload.py \
     tests/test_attention.py || echo "FAILED"
 "$python" -m h3dist bench --blocks "${BLOCKS:-10}" --repeats 5 --limit $((${LIMIT:-560} - SECONDS)) \
-    --variants --diffusers --out "$out"
+    --variants all --diffusers --out "$out"

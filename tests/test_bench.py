@@ -114,8 +114,8 @@ def test_a_step_that_fails_leaves_the_steps_done_otherwise(monkeypatch):
         raise torch.cuda.OutOfMemoryError("no room")
 
     monkeypatch.setattr(suite, "velocity", fail)
-    monkeypatch.setattr(variants, "ALL", (variants.Variant("again"),))
-    entry = run_suite(replace(SPEC, variants=True, blocks=1, repeats=1))["shapes"][0]
+    monkeypatch.setattr(variants, "choose", lambda names: (variants.Variant("again"),))
+    entry = run_suite(replace(SPEC, variants=("all",), blocks=1, repeats=1))["shapes"][0]
     assert entry["failed"]["step"] == "OutOfMemoryError: no room" and "step" not in entry["parts"]
     assert entry["variants"]["again"]["error"] is None
 
@@ -162,7 +162,7 @@ def test_no_part_is_begun_once_the_time_is_up():
 
 def test_steps_done_otherwise_stand_beside_the_plain_one():
     """Exact ones equal it; rounded ones are as far off as their formats; what cannot be here says why."""
-    found = run_suite(replace(SPEC, variants=True, blocks=2, repeats=1))
+    found = run_suite(replace(SPEC, variants=("all",), blocks=2, repeats=1))
     entry = found["shapes"][0]
     assert entry["blocks"] == 2 and entry["variants"].keys() == {"ahead", "gemm.fp8", "gemm.int8"}
     errors = {name: variant["error"] for name, variant in entry["variants"].items()}
@@ -333,3 +333,12 @@ def test_the_exchange_between_gpus_gives_a_rate_of_their_links():
 def test_a_device_without_a_class_is_refused():
     with pytest.raises(ConfigError, match=r"NVIDIA A100 is of no class .* rates.json"):
         rows_of(made_up("NVIDIA A100"), load_rates())
+
+
+def test_variants_are_chosen_by_set_or_by_name():
+    fp8 = {variant.name for variant in variants.choose(["fp8"])}
+    assert len(fp8) == 3 and all(name.startswith("gemm.fp8") for name in fp8)
+    assert [v.name for v in variants.choose(["ahead", "fused"])] == ["fused", "ahead"]
+    assert variants.choose(["all"]) == variants.ALL and variants.choose([]) == ()
+    with pytest.raises(ConfigError, match=r"--variants 'fusd'.*exact.*did you mean"):
+        variants.choose(["fusd"])

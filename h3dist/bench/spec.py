@@ -31,7 +31,7 @@ class Clip:
 @dataclass(frozen=True)
 class Spec:
     """One benchmark. `limit`: seconds after which no further part is begun. `blocks`: fewer than the model's, in which
-    a step is in proportion. `variants`: also whole steps done otherwise, see `variants`."""
+    a step is in proportion. `variants`: whole steps done otherwise, see `variants.choose`."""
 
     shapes: tuple[str, ...]
     mode: str = "auto"
@@ -45,7 +45,7 @@ class Spec:
     text_rows: int = 400
     repeats: int = 5
     diffusers: bool = False
-    variants: bool = False
+    variants: tuple[str, ...] = ()
     blocks: int | None = None
     limit: float = 440.0
     seed: int = 0
@@ -53,7 +53,8 @@ class Spec:
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "Spec":
         """What `dataclasses.asdict` gave, by way of JSON."""
-        return cls(**{**values, "shapes": tuple(values["shapes"])})
+        lists = {name: tuple(values.get(name, ())) for name in ("shapes", "variants")}
+        return cls(**{**values, **lists})
 
     @property
     def dims(self) -> "DenoiserDims":

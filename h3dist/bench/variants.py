@@ -6,6 +6,7 @@ kinder or harsher, and a whole run's error is another.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch import Tensor
 from h3dist.bench.steps import denoiser_of, relative_error, run_steps, velocity
 from h3dist.bench.timing import Timing
 from h3dist.comm import Comm
+from h3dist.errors import ConfigError, nearest
 from h3dist.model.weights import DenoiserWeights
 from h3dist.plan import Plan
 
@@ -40,6 +42,24 @@ ALL = (
     Variant("gemm.int8", gemm="int8"),
     Variant("gemm.int8, fused, int8", attention="int8", gemm="int8", fused=True),
 )
+
+SETS = {
+    "all": ALL,
+    "exact": tuple(variant for variant in ALL if variant.gemm == "auto"),
+    "fp8": tuple(variant for variant in ALL if variant.gemm == "fp8"),
+    "int8": tuple(variant for variant in ALL if variant.gemm == "int8"),
+}
+
+
+def choose(names: Sequence[str]) -> tuple[Variant, ...]:
+    """Those of some sets, or called by their own names, in the order of `ALL`. Raises ConfigError."""
+    by_name = {variant.name: (variant,) for variant in ALL} | SETS
+    for name in names:
+        if name not in by_name:
+            allowed = ", ".join(map(repr, by_name))
+            raise ConfigError(f"--variants {name!r}: must be one of {allowed}{nearest(name, tuple(by_name))}")
+    asked = {variant for name in names for variant in by_name[name]}
+    return tuple(variant for variant in ALL if variant in asked)
 
 
 def measure(

@@ -27,8 +27,11 @@ def bench(
     repeats: Annotated[int, typer.Option("--repeats", min=1, help="Runs of each part that count.")] = 5,
     diffusers: Annotated[bool, typer.Option("--diffusers", help="Also diffusers' transformer, beside ours.")] = False,
     variants: Annotated[
-        bool, typer.Option("--variants", help="Also whole steps done otherwise: fused, FP8, int8, other attention.")
-    ] = False,
+        list[str] | None,
+        typer.Option(
+            "--variants", metavar="all|exact|fp8|int8|NAME", help="Also whole steps done otherwise; may be repeated."
+        ),
+    ] = None,
     blocks: Annotated[int | None, typer.Option("--blocks", min=1, help="Of the model, fewer than its 50.")] = None,
     limit: Annotated[float, typer.Option("--limit", metavar="S", help="Begin no part after S seconds.")] = 440.0,
     out: Annotated[str | None, typer.Option("--out", metavar="FILE", help="Write the figures as JSON.")] = None,
@@ -62,7 +65,7 @@ def bench(
     spec = Spec(
         shapes=tuple(shape or default_shapes(size)), mode=mode, sp=sp, tp=tp, size=size, dtype=dtype, device=device,
         backend=backend, attention=attention or "sdpa", text_rows=text_rows, repeats=repeats, diffusers=diffusers,
-        variants=variants, blocks=blocks, limit=limit,
+        variants=tuple(variants or ()), blocks=blocks, limit=limit,
     )  # fmt: skip
     with TemporaryDirectory(prefix="h3dist-bench-") as folder:
         path = Path(out).absolute() if out else Path(folder) / "bench.json"
@@ -84,10 +87,12 @@ def _measure(spec: "Spec", gpus: int, path: Any) -> None:
 
     from h3dist.bench.__main__ import work
     from h3dist.bench.spec import parse_shape
+    from h3dist.bench.variants import choose
     from h3dist.topology import Ranks
 
     for shape in spec.shapes:
         parse_shape(shape)
+    choose(spec.variants)
     spec.layout(gpus)
     if not path.parent.is_dir():
         from h3dist.errors import OutputError
