@@ -13,7 +13,7 @@ ATTENTION, EXCHANGE = "trace.attention", "trace.exchange"  # ranges of the host,
 BY_NAME = (  # the first that fits; flash-attn-4's kernels are called cutlass too
     ("exchange", re.compile(r"nccl|gloo|c10d|memcpy ptop|memcpy peer", re.I)),
     ("attention", re.compile(r"flash|fmha|sdpa|attention|attn", re.I)),
-    ("dequantise", re.compile(r"dequant|nvfp4|unpack|dense_kernel", re.I)),
+    ("dequantise", re.compile(r"dequant", re.I)),
     ("products", re.compile(r"gemm|cutlass|nvjet|xmma|wgmma|cublas|splitk|aten::(linear|addmm|mm|bmm|matmul)\b", re.I)),
 )
 Span = tuple[float, float]

@@ -26,7 +26,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from kernels import ATTENTION, CATEGORIES, EXCHANGE, Kernel, longest, summary, union
+from kernels import ATTENTION, CATEGORIES, EXCHANGE, Kernel, longest, summary
 
 from h3dist.attending import capability_of
 from h3dist.bench.__main__ import save
@@ -39,13 +39,15 @@ from h3dist.errors import ConfigError, RankError
 from h3dist.matrix.config import exchange_of
 from h3dist.model.denoiser import Denoiser
 from h3dist.model.exchange import Exchange
-from h3dist.plan import ExchangePlan, Layout, Plan, fp4_linears, make_plan
+from h3dist.plan import ExchangePlan, Layout, Plan, fp4_linears, make_plan, split_ragged
 from h3dist.plan.exchange import open_exchanges
 from h3dist.sampling.noise import draw
 from h3dist.topology import read_ranks
 
 EVALUATIONS = 2  # that warm up, and that are profiled
 UNPROFILED = 5
+EVALUATION = "trace.evaluation"
+RANGES = (ATTENTION, EXCHANGE, EVALUATION)  # of the host, the innermost first
 Chrome = Path | None
 TOLD = {
     "idle": "idle",
@@ -53,6 +55,7 @@ TOLD = {
     "unprofiled": "wall, not profiled",
     "exposed": "exchange with nothing beside it",
     "beside": "attention beside the exchange",
+    "quiet": "attention in its groups, alone",
 }
 
 
@@ -155,15 +158,30 @@ def measure(plan: Plan, comm: Comm, device: torch.device, *, fused: bool, chrome
     for step in range(EVALUATIONS):
         denoiser(*latents, step)
     seconds = clock.time(lambda: denoiser(*latents, 0), warm=0).seconds
+    quiet = clock.time(quiet_attention(plan, comm.rank, denoiser)).median
     mark(denoiser)
-    if chrome:
-        kept = traced(denoiser, latents, clock, 1)
-        if comm.rank == 0:
-            kept.export_chrome_trace(str(chrome))
-    found = kernels_of(traced(denoiser, latents, clock, EVALUATIONS), device)
+    kept = traced(denoiser, latents, clock, 1)  # the profiler's own start is in the first one
+    if chrome and comm.rank == 0:
+        kept.export_chrome_trace(str(chrome))
+    found = kernels_of(traced(denoiser, latents, clock, 1 + EVALUATIONS), device)
     done = layers * EVALUATIONS
-    figures = summary(found, done) | {"unprofiled": 1000 * median(seconds) / layers}
+    figures = summary(found, done) | {"unprofiled": 1000 * median(seconds) / layers, "quiet": 1000 * quiet}
     return figures | ({"kernels": longest(found, done)} if comm.rank == 0 else {})
+
+
+def quiet_attention(plan: Plan, rank: int, denoiser: Denoiser) -> Callable[[], None]:
+    """A block's attention as it is called, in as many groups of heads, with nothing beside it."""
+    start, stop = plan.shares[rank].heads
+    weights, parts = denoiser.weights, split_ragged(stop - start, min(plan.exchange.groups, stop - start))
+    shape = plan.rows, 3, stop - start, plan.dims.head_dim
+    qkv = torch.randn(shape, device=weights.device, dtype=weights.dtype)
+    pieces = [qkv[:, :, a:b].contiguous().unbind(1) for a, b in parts]
+
+    def call() -> None:
+        for piece in pieces:
+            denoiser.view.attention(*piece)
+
+    return call
 
 
 def mark(denoiser: Denoiser) -> None:
@@ -198,61 +216,62 @@ def traced(denoiser: Denoiser, latents: Sequence[Tensor], clock: Clock, evaluati
     activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (clock.device.type == "cuda")
     clock.settle()
     with profile(activities=activities) as found:
-        for step in range(evaluations):
-            denoiser(*latents, step)
+        for evaluation in range(evaluations):
+            with record_function(EVALUATION):
+                denoiser(*latents, evaluation % EVALUATIONS)
         clock.settle()
     return found
 
 
 def kernels_of(found: profile, device: torch.device) -> list[Kernel]:
-    """The device's kernels and copies; on a CPU, the operators that no other one calls."""
+    """The device's kernels and copies; on a CPU, the operators that no other one calls.
+
+    The first evaluation is left out: ranks begin it one after the other, and end it together.
+    """
     events = found.profiler.kineto_results.events()
     host = [event for event in events if event.device_type() == DeviceType.CPU]
-    ranges = {
-        name: union((event.start_ns(), event.end_ns()) for event in host if event.name() == name)
-        for name in (ATTENTION, EXCHANGE)  # the inner one first
-    }
-    if device.type == "cpu":
-        launched = [(event, event.start_ns()) for event in outermost(host)]
-    else:
-        launched = list(launches(events, host))
-    first = min(event.start_ns() for event, _ in launched)
+    ranges = {name: sorted(_span(event) for event in host if event.name() == name) for name in RANGES}
+    launched = outermost(host) if device.type == "cpu" else launches(events, host)
+    begun = ranges[EVALUATION][1][0]
     return [
-        Kernel(event.name(), (event.start_ns() - first) / 1e3, (event.end_ns() - first) / 1e3, inside(at, ranges))
+        Kernel(event.name(), *(time / 1000 for time in _span(event)), inside(at, ranges))
         for event, at in launched
+        if at >= begun
     ]
 
 
-def outermost(host: Sequence[Any]) -> Iterator[Any]:
-    """Of the host's operators those that lie in no other one of their thread."""
+def _span(event: Any) -> tuple[int, int]:
+    """Nanoseconds."""
+    return event.start_ns(), event.end_ns()
+
+
+def outermost(host: Sequence[Any]) -> Iterator[tuple[Any, int]]:
+    """Of the host's operators those that lie in no other one of their thread, each with its beginning."""
     ends: dict[int, int] = {}
-    operators = (event for event in host if event.name() not in (ATTENTION, EXCHANGE))
+    operators = (event for event in host if event.name() not in RANGES)
     for event in sorted(operators, key=lambda event: (event.start_ns(), -event.end_ns())):
         if event.start_ns() >= ends.get(event.start_thread_id(), 0):
             ends[event.start_thread_id()] = event.end_ns()
-            yield event
+            yield event, event.start_ns()
 
 
-def launches(events: Sequence[Any], host: Sequence[Any]) -> Iterator[tuple[Any, int | None]]:
+def launches(events: Sequence[Any], host: Sequence[Any]) -> Iterator[tuple[Any, int]]:
     """The device's events that are work, each with the time at which the host launched it.
 
-    A kernel shares its correlation id with the call that launched it; failing that, it names the operator around it.
+    A kernel shares its correlation id with the call that launched it; failing that, it names the operator around it,
+    or its own beginning has to do.
     """
     calls = {event.correlation_id(): event.start_ns() for event in host if event.linked_correlation_id()}
     operators = {event.correlation_id(): event.start_ns() for event in host if not event.linked_correlation_id()}
     for event in events:
-        if event.device_type() != DeviceType.CUDA or event.is_user_annotation():
-            continue
-        if event.name() in (ATTENTION, EXCHANGE) or event.name().startswith("nccl:"):  # ranges, drawn on the device
-            continue
-        at = calls.get(event.correlation_id(), operators.get(event.linked_correlation_id()))
-        yield event, at
+        drawn = event.is_user_annotation() or event.name() in RANGES or event.name().startswith("nccl:")
+        if event.device_type() == DeviceType.CUDA and not drawn:
+            around = operators.get(event.linked_correlation_id(), event.start_ns())
+            yield event, calls.get(event.correlation_id(), around)
 
 
-def inside(at: int | None, ranges: Mapping[str, Sequence[tuple[float, float]]]) -> str | None:
-    """The first of the ranges that a time lies in."""
-    if at is None:
-        return None
+def inside(at: int, ranges: Mapping[str, Sequence[tuple[int, int]]]) -> str | None:
+    """The innermost range that a time lies in; ranges of one name do not overlap."""
     for name, spans in ranges.items():
         after = bisect_right(spans, (at, inf))
         if after and at <= spans[after - 1][1]:
@@ -268,8 +287,8 @@ def tell(way: Mapping[str, Any]) -> None:
     ranks = way["ranks"]
     print(f"\n{way['way']}: milliseconds a block, a column a rank")
     rows = {kind: [rank["categories"][kind] for rank in ranks] for kind in CATEGORIES}
-    for name in ("idle", "wall", "unprofiled", "exposed", "beside"):
-        rows[TOLD[name]] = [rank[name] for rank in ranks]
+    for name, told in TOLD.items():
+        rows[told] = [rank[name] for rank in ranks]
     for name, values in rows.items():
         print(f"  {name:<34}" + "".join(f"{value:>10.3f}" for value in values))
     print(f"  {'exposed, of the step':<34}" + "".join(f"{rank['exposed_share']:>10.1%}" for rank in ranks))
@@ -280,18 +299,20 @@ def tell(way: Mapping[str, Any]) -> None:
 
 
 def compare(ways: Sequence[Mapping[str, Any]]) -> None:
-    """Prints the ways side by side, by the rank with the longest step; attention also against the first way's."""
-    done = [way for way in ways if not way["failed"]]
-    if not done:
-        return
-    print(f"\n{'way':<16}" + "".join(f"{name:>13}" for name in ("wall", "attention", "slower by", "beside", "exposed")))
-    first = None
-    for way in done:
-        rank = max(way["ranks"], key=lambda rank: rank["unprofiled"])
-        attention = rank["categories"]["attention"]
-        first = first or attention
-        told = f"{rank['unprofiled']:>13.3f}{attention:>13.3f}{attention / first - 1:>13.1%}"
-        print(f"{way['way']:<16}{told}{rank['beside']:>13.3f}{rank['exposed']:>13.3f}", flush=True)
+    """Prints the ways side by side: the most of any rank, but of the exchange the least, in which others wait least.
+
+    slowed: how much longer attention takes than in the same groups with nothing beside it.
+    """
+    names = ("wall", "attention", "alone", "slowed", "beside", "exchange", "exposed")
+    print(f"\n{'way':<16}" + "".join(f"{name:>11}" for name in names))
+    for way in (way for way in ways if not way["failed"]):
+        ranks = way["ranks"]
+        wall, quiet, beside = (max(rank[name] for rank in ranks) for name in ("unprofiled", "quiet", "beside"))
+        attention = max(rank["categories"]["attention"] for rank in ranks)
+        exchange, exposed = (min(rank["categories"]["exchange"] for rank in ranks), min(r["exposed"] for r in ranks))
+        told = (f"{value:>11.3f}" for value in (wall, attention, quiet))
+        print(f"{way['way']:<16}" + "".join(told), end=f"{attention / quiet - 1:>11.1%}")
+        print("".join(f"{value:>11.3f}" for value in (beside, exchange, exposed)), flush=True)
 
 
 if __name__ == "__main__":
