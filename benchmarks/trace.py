@@ -10,23 +10,21 @@ of NCCL also waits for the other ranks, so the rank where the exchange is shorte
 import argparse
 import json
 import sys
-from bisect import bisect_right
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
-from math import inf
+from itertools import product
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.autograd import DeviceType
-from torch.profiler import ProfilerActivity, profile, record_function
 
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from kernels import ATTENTION, CATEGORIES, EXCHANGE, Kernel, longest, summary
+import alone
+from kernel_times import CATEGORIES, longest, summary
+from profiled import events_of, kernels_of, mark, traced
 
 from h3dist.attending import capability_of
 from h3dist.bench.__main__ import save
@@ -38,16 +36,14 @@ from h3dist.comm import Comm
 from h3dist.errors import ConfigError, RankError
 from h3dist.matrix.config import exchange_of
 from h3dist.model.denoiser import Denoiser
-from h3dist.model.exchange import Exchange
-from h3dist.plan import ExchangePlan, Layout, Plan, fp4_linears, make_plan, split_ragged
+from h3dist.plan import Layout, Plan, fp4_linears, make_plan, split_ragged
 from h3dist.plan.exchange import open_exchanges
 from h3dist.sampling.noise import draw
 from h3dist.topology import read_ranks
 
+WAYS = "heads/1,heads/4,hidden/1"
 EVALUATIONS = 2  # that warm up, and that are profiled
 UNPROFILED = 5
-EVALUATION = "trace.evaluation"
-RANGES = (ATTENTION, EXCHANGE, EVALUATION)  # of the host, the innermost first
 Chrome = Path | None
 TOLD = {
     "idle": "idle",
@@ -68,6 +64,9 @@ def main(words: list[str] | None = None) -> None:
     else:
         device = torch.device("cpu")
     spec = spec_of(args, ranks.world)
+    if args.alone:
+        run_alone(args, spec, device)
+        return
     layout = spec.layout(ranks.world)
     with Comm.connect(ranks, layout, device, backend=args.backend) as comm:
         run(args, spec, comm, device)
@@ -78,8 +77,8 @@ def arguments(words: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--shape", default="1344x768x124")
     parser.add_argument("--blocks", type=int, help="fewer than the model's, which are alike")
-    parser.add_argument("--ways", default="heads/1,heads/4,hidden/1", help="as a matrix's exchanges")
-    parser.add_argument("--rows", choices=("plain", "packed"), default="plain", help="how gathered rows move")
+    parser.add_argument("--ways", help="as a matrix's exchanges, and +packed for packed rows: hidden/1+packed")
+    parser.add_argument("--alone", help="the exchange's own kernels, for so many ranks of which one is here: 2,4,8")
     parser.add_argument("--chunks", type=int, default=1, help="runs of columns that a tp group sums")
     parser.add_argument("--mode", default="auto", help="ulysses where there are several ranks")
     parser.add_argument("--sp", type=int)
@@ -107,7 +106,7 @@ def run(args: argparse.Namespace, spec: Spec, comm: Comm, device: torch.device) 
     """Every way; rank 0 prints and writes each as it is done. A way that fails on any rank is told as failed."""
     record = {"form": "h3dist-trace", "spec": asdict(spec), "fused": args.fused, "layout": asdict(comm.layout)}
     record |= {"environment": environment(device), "ways": []}
-    for way in args.ways.split(","):
+    for way in (args.ways or WAYS).split(","):
         chrome = None if record["ways"] else args.chrome
         record["ways"].append(attempt(way, args, spec, comm, device, chrome))
         if comm.rank == 0:
@@ -115,6 +114,23 @@ def run(args: argparse.Namespace, spec: Spec, comm: Comm, device: torch.device) 
             save(record, args.json)
     if comm.rank == 0:
         compare(record["ways"])
+    return record
+
+
+def run_alone(args: argparse.Namespace, spec: Spec, device: torch.device) -> dict[str, Any]:
+    """One block of the first and of the last rank, of each number of ranks and in each way."""
+    record = {"form": "h3dist-trace-alone", "spec": asdict(spec), "fused": args.fused}
+    record |= {"environment": environment(device), "alone": []}
+    for ranks, way in product(map(int, args.alone.split(",")), (args.ways or alone.WAYS).split(",")):
+        for rank in (0, ranks - 1):
+            try:
+                plan = plan_of(way, args, replace(spec, blocks=1), Layout(sp=ranks), device)
+                found = {"failed": None} | alone.measure(plan, rank, device, fused=args.fused)
+            except Exception as error:  # whatever it is, the other ways are worth having
+                found = {"failed": f"{type(error).__name__}: {error}"}
+            record["alone"].append({"way": way} | found)
+            alone.tell(record["alone"][-1])
+            save(record, args.json)
     return record
 
 
@@ -138,14 +154,15 @@ def attempt(
 
 
 def plan_of(way: str, args: argparse.Namespace, spec: Spec, layout: Layout, device: torch.device) -> Plan:
-    """The plan of a way such as heads/4/int8. Raises ConfigError and PlanError."""
-    choices = open_exchanges(**vars(exchange_of(way)))
+    """The plan of a way such as heads/4/int8 or hidden/1+packed. Raises ConfigError and PlanError."""
+    said, _, rows = way.partition("+")
+    choices = open_exchanges(**vars(exchange_of(said)) | {"rows": rows or "plain", "chunks": args.chunks})
     if len(choices) > 1:
         raise ConfigError(f"--ways {way}: a trace is of one exchange; write VARIANT/GROUPS/CODEC as in hidden/4")
-    exchange: ExchangePlan = replace(choices[0], rows=args.rows, chunks=args.chunks)
     fp4, amax = fp4_linears(spec.dims, None, capability_of(device), spec.dtype)
     options = {"dtype": spec.dtype, "attention": spec.attention, "steps": EVALUATIONS, "fp4": fp4, "amax": amax}
-    return make_plan(Clip(parse_shape(spec.shapes[0])), spec.dims, spec.text_rows, layout, exchange=exchange, **options)
+    clip = Clip(parse_shape(spec.shapes[0]))
+    return make_plan(clip, spec.dims, spec.text_rows, layout, exchange=choices[0], **options)
 
 
 def measure(plan: Plan, comm: Comm, device: torch.device, *, fused: bool, chrome: Chrome) -> dict[str, Any]:
@@ -154,16 +171,19 @@ def measure(plan: Plan, comm: Comm, device: torch.device, *, fused: bool, chrome
     denoiser = denoiser_of(weights, plan, comm, fused=fused, ahead=fused)
     latents = tuple(x.to(device) for x in draw("comfy", 0, plan.geometry))
     clock, layers = Clock(device, UNPROFILED), plan.dims.layers
-    comm.agree("loaded")
     for step in range(EVALUATIONS):
         denoiser(*latents, step)
     seconds = clock.time(lambda: denoiser(*latents, 0), warm=0).seconds
     quiet = clock.time(quiet_attention(plan, comm.rank, denoiser)).median
     mark(denoiser)
-    kept = traced(denoiser, latents, clock, 1)  # the profiler's own start is in the first one
+
+    def evaluate(turn: int) -> None:
+        denoiser(*latents, turn % EVALUATIONS)
+
+    kept = traced(evaluate, clock, 1)  # the profiler's own start is in the first one
     if chrome and comm.rank == 0:
         kept.export_chrome_trace(str(chrome))
-    found = kernels_of(traced(denoiser, latents, clock, 1 + EVALUATIONS), device)
+    found = kernels_of(events_of(traced(evaluate, clock, 1 + EVALUATIONS)), device.type)
     done = layers * EVALUATIONS
     figures = summary(found, done) | {"unprofiled": 1000 * median(seconds) / layers, "quiet": 1000 * quiet}
     return figures | ({"kernels": longest(found, done)} if comm.rank == 0 else {})
@@ -171,8 +191,8 @@ def measure(plan: Plan, comm: Comm, device: torch.device, *, fused: bool, chrome
 
 def quiet_attention(plan: Plan, rank: int, denoiser: Denoiser) -> Callable[[], None]:
     """A block's attention as it is called, in as many groups of heads, with nothing beside it."""
-    start, stop = plan.shares[rank].heads
-    weights, parts = denoiser.weights, split_ragged(stop - start, min(plan.exchange.groups, stop - start))
+    (start, stop), groups = plan.shares[rank].heads, plan.exchange.on(plan.layout).groups
+    weights, parts = denoiser.weights, split_ragged(stop - start, min(groups, stop - start))
     shape = plan.rows, 3, stop - start, plan.dims.head_dim
     qkv = torch.randn(shape, device=weights.device, dtype=weights.dtype)
     pieces = [qkv[:, :, a:b].contiguous().unbind(1) for a, b in parts]
@@ -182,101 +202,6 @@ def quiet_attention(plan: Plan, rank: int, denoiser: Denoiser) -> Callable[[], N
             denoiser.view.attention(*piece)
 
     return call
-
-
-def mark(denoiser: Denoiser) -> None:
-    """Puts the host's ranges around the exchange and, inside it, attention."""
-    view = denoiser.view
-    attention = ranged(ATTENTION, view.attention)
-    denoiser.view = replace(view, attention=attention, exchange=Ranged(view.exchange))
-
-
-class Ranged:
-    """An exchange whose calls are ranges of the profiler."""
-
-    def __init__(self, exchange: Exchange) -> None:
-        self._exchange = exchange
-
-    def __getattr__(self, name: str) -> Any:
-        return ranged(EXCHANGE, getattr(self._exchange, name))
-
-
-def ranged(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
-    """The same call inside a range."""
-
-    def within(*arguments: Any) -> Any:
-        with record_function(name):
-            return call(*arguments)
-
-    return within
-
-
-def traced(denoiser: Denoiser, latents: Sequence[Tensor], clock: Clock, evaluations: int) -> profile:
-    """The profile of some evaluations."""
-    activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (clock.device.type == "cuda")
-    clock.settle()
-    with profile(activities=activities) as found:
-        for evaluation in range(evaluations):
-            with record_function(EVALUATION):
-                denoiser(*latents, evaluation % EVALUATIONS)
-        clock.settle()
-    return found
-
-
-def kernels_of(found: profile, device: torch.device) -> list[Kernel]:
-    """The device's kernels and copies; on a CPU, the operators that no other one calls.
-
-    The first evaluation is left out: ranks begin it one after the other, and end it together.
-    """
-    events = found.profiler.kineto_results.events()
-    host = [event for event in events if event.device_type() == DeviceType.CPU]
-    ranges = {name: sorted(_span(event) for event in host if event.name() == name) for name in RANGES}
-    launched = outermost(host) if device.type == "cpu" else launches(events, host)
-    begun = ranges[EVALUATION][1][0]
-    return [
-        Kernel(event.name(), *(time / 1000 for time in _span(event)), inside(at, ranges))
-        for event, at in launched
-        if at >= begun
-    ]
-
-
-def _span(event: Any) -> tuple[int, int]:
-    """Nanoseconds."""
-    return event.start_ns(), event.end_ns()
-
-
-def outermost(host: Sequence[Any]) -> Iterator[tuple[Any, int]]:
-    """Of the host's operators those that lie in no other one of their thread, each with its beginning."""
-    ends: dict[int, int] = {}
-    operators = (event for event in host if event.name() not in RANGES)
-    for event in sorted(operators, key=lambda event: (event.start_ns(), -event.end_ns())):
-        if event.start_ns() >= ends.get(event.start_thread_id(), 0):
-            ends[event.start_thread_id()] = event.end_ns()
-            yield event, event.start_ns()
-
-
-def launches(events: Sequence[Any], host: Sequence[Any]) -> Iterator[tuple[Any, int]]:
-    """The device's events that are work, each with the time at which the host launched it.
-
-    A kernel shares its correlation id with the call that launched it; failing that, it names the operator around it,
-    or its own beginning has to do.
-    """
-    calls = {event.correlation_id(): event.start_ns() for event in host if event.linked_correlation_id()}
-    operators = {event.correlation_id(): event.start_ns() for event in host if not event.linked_correlation_id()}
-    for event in events:
-        drawn = event.is_user_annotation() or event.name() in RANGES or event.name().startswith("nccl:")
-        if event.device_type() == DeviceType.CUDA and not drawn:
-            around = operators.get(event.linked_correlation_id(), event.start_ns())
-            yield event, calls.get(event.correlation_id(), around)
-
-
-def inside(at: int, ranges: Mapping[str, Sequence[tuple[int, int]]]) -> str | None:
-    """The innermost range that a time lies in; ranges of one name do not overlap."""
-    for name, spans in ranges.items():
-        after = bisect_right(spans, (at, inf))
-        if after and at <= spans[after - 1][1]:
-            return name
-    return None
 
 
 def tell(way: Mapping[str, Any]) -> None:

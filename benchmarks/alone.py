@@ -1,0 +1,160 @@
+"""The exchange's own kernels on one device: what a rank packs and unpacks in a block, its peers not being there.
+
+The exchange is the run's own, over a wire that gives tensors of the right sizes and moves nothing, so that its copies
+and codes are all there is. They are held against a whole block at that rank's sizes.
+
+Shape letters: S all rows; s own rows; p rows projected here to j heads; h heads attended to, n of them in a group;
+D head size; C hidden.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from kernel_times import length, longest
+from profiled import events_of, kernels_of, traced
+from torch import Tensor
+
+from h3dist.attention.backend import Attention
+from h3dist.bench.steps import denoiser_of, random_weights
+from h3dist.bench.timing import Clock
+from h3dist.checkpoint.nvfp4 import Nvfp4Weight
+from h3dist.checkpoint.tiles import code_shape, scale_shape
+from h3dist.comm import Comm
+from h3dist.comm.wire import Group, Wire
+from h3dist.model.denoiser import Denoiser
+from h3dist.model.linear import Fp4Kernels, Fp4Linear
+from h3dist.model.packed import PackedLinear
+from h3dist.plan import Plan
+
+WAYS = "heads/1,heads/4,hidden/1,heads/1/int8,hidden/1+packed"
+REPEATS = 5
+
+
+class Unwatched:
+    """A board that nobody reads."""
+
+    def begin(self, group: str, label: str) -> None:
+        """No other rank is behind."""
+
+
+class StillWire(Wire):
+    """A wire to ranks that are not there. What comes has the right size, and anything in it."""
+
+    def settle(self, label: str) -> None:
+        """Nothing is on its way."""
+
+    def _gather(self, label: str, x: Tensor) -> Tensor:
+        return x.new_empty(self.group.size * x.shape[0], *x.shape[1:])
+
+    def _exchange(self, label: str, x: Tensor, *pieces: Any) -> Tensor:
+        return x.new_empty(sum(pieces[0].into if hasattr(pieces[0], "into") else pieces[1]))
+
+    def _start(self, label: str, x: Tensor, *pieces: Any) -> Callable[[], Tensor]:
+        theirs = self._exchange(label, x, *pieces)
+        return lambda: theirs
+
+    def _reduce(self, label: str, x: Tensor) -> Tensor:
+        return x.new_empty(x.shape[0] // self.group.size, *x.shape[1:])
+
+    def _start_reduce(self, label: str, x: Tensor) -> Callable[[], Tensor]:
+        mine = self._reduce(label, x)
+        return lambda: mine
+
+    def _spread(self, label: str, x: Tensor) -> Tensor:
+        return x
+
+
+def still_comm(plan: Plan, rank: int, device: torch.device) -> Comm:
+    """One rank of the plan's sequence group, without the others."""
+    comm = Comm(rank, plan.layout, device)
+    group = Group("sp", tuple(range(plan.layout.world)), rank, None, Unwatched(), 0.0)
+    wire = StillWire(group, comm.counted)
+    comm._tensors.update(request=wire, sp=wire)
+    return comm
+
+
+@dataclass
+class StillAttention:
+    """Attention whose output is there already, as it came of the first call with so many heads."""
+
+    attention: Attention
+
+    def __post_init__(self) -> None:
+        self._kept: dict[int, Tensor] = {}
+
+    def __call__(self, q_SnD: Tensor, k_SnD: Tensor, v_SnD: Tensor) -> Tensor:
+        heads = q_SnD.shape[1]
+        if heads not in self._kept:
+            self._kept[heads] = self.attention(q_SnD, k_SnD, v_SnD)
+        return self._kept[heads]
+
+
+def measure(plan: Plan, rank: int, device: torch.device, *, fused: bool) -> dict[str, Any]:
+    """Milliseconds of a block, of the exchange's kernels in it, and their share; the kernels by name.
+
+    issued: the moves by the clock, in which the host may be what takes long; a step's host is ahead of the device.
+    """
+    clock, comm = Clock(device, REPEATS), still_comm(plan, rank, device)
+    denoiser = denoiser_of(random_weights(plan, rank, device), plan, comm, fused=fused, ahead=fused)
+    weights = denoiser.weights
+    x_sC = torch.randn((denoiser.own_rows, plan.dims.hidden), device=device, dtype=weights.dtype)
+    block = clock.time(lambda: denoiser.run_block(x_sC, 0, 0)).median
+    moves = moves_of(plan, rank, denoiser)
+    issued = clock.time(moves).median
+    found = kernels_of(events_of(traced(lambda _: moves(), clock, 1 + REPEATS)), device.type)
+    own = length((kernel.start, kernel.stop) for kernel in found) / 1e6 / REPEATS
+    told = {"ranks": plan.layout.world, "rank": rank, "rows": denoiser.own_rows, "block": 1000 * block}
+    told |= {"moves": 1000 * own, "issued": 1000 * issued, "share": own / block}
+    return told | {"kernels": longest(found, REPEATS)}
+
+
+def moves_of(plan: Plan, rank: int, denoiser: Denoiser) -> Callable[[], object]:
+    """What a block asks of the exchange, q, k and v as its product leaves them, attention standing still."""
+    share, weights = plan.shares[rank], denoiser.weights
+    rows, heads = (stop - start for start, stop in (share.projected_rows, share.projected_heads))
+    like = {"device": weights.device, "dtype": weights.dtype}
+    x_sC = torch.randn((denoiser.own_rows, plan.dims.hidden), **like)
+    q_pjD, k_pjD, v_pjD = torch.randn((rows, 3, heads, plan.dims.head_dim), **like).unbind(1)
+    exchange, attention = denoiser.view.exchange, StillAttention(denoiser.view.attention)
+    bring = exchange.gather_projected if plan.exchange.rows == "plain" else packed(denoiser)
+
+    def moves() -> None:
+        bring(x_sC)
+        exchange.attend(q_pjD, k_pjD, v_pjD, attention)
+
+    return moves
+
+
+def packed(denoiser: Denoiser) -> Callable[[Tensor], object]:
+    """The gather of packed rows up to their product, whose kernels of quantising and multiplying stand still."""
+    weight, exchange = denoiser.weights.blocks[0].qkv, denoiser.view.exchange
+    assert isinstance(weight, Nvfp4Weight), "random weights are NVFP4"
+    weight = replace(weight, input_scale=torch.ones((), device=denoiser.weights.device))
+    kept: dict[tuple[int, ...], tuple[Tensor, Tensor]] = {}
+
+    def quantise(x_MK: Tensor, scale: Tensor, pad_16x: bool) -> tuple[Tensor, Tensor]:
+        shape = tuple(x_MK.shape)
+        if shape not in kept:
+            empty = {"device": x_MK.device, "dtype": torch.uint8}
+            kept[shape] = torch.empty(code_shape(shape), **empty), torch.empty(scale_shape(shape), **empty)
+        return kept[shape]
+
+    def multiply(codes: Tensor, *_: Tensor, out_dtype: torch.dtype, **scales: Tensor) -> Tensor:
+        return codes.new_empty((codes.shape[0], weight.shape[0]), dtype=out_dtype)
+
+    linear = PackedLinear(Fp4Linear(exchange, Fp4Kernels(quantise, multiply)))
+    return lambda x_sC: linear(linear.gather(x_sC, weight, exchange.gather_projected), weight)
+
+
+def tell(found: Mapping[str, Any]) -> None:
+    """Prints one rank of a way, and its longest kernels."""
+    if found["failed"]:
+        print(f"{found['way']}: failed: {found['failed']}", flush=True)
+        return
+    who = f"{found['way']:<16} rank {found['rank']} of {found['ranks']}, {found['rows']} rows"
+    moves = f"moves {found['moves']:.3f} ms, {found['share']:.2%} (issued in {found['issued']:.3f} ms)"
+    print(f"{who:<44}block {found['block']:.3f} ms, {moves}")
+    for row in found["kernels"][:6]:
+        print(f"  {row['calls']:>8.2f}{row['ms']:>10.4f}  {row['name']}", flush=True)

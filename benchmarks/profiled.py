@@ -1,0 +1,120 @@
+"""The profiler's account of a device's work as plain records: each kernel, and in which part of a step it was launched.
+
+The parts are ranges of the host, put around a denoiser's own calls; what the denoiser does stays as it is.
+"""
+
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from math import inf
+from typing import Any
+
+from kernel_times import ATTENTION, EXCHANGE, Kernel
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from h3dist.bench.timing import Clock
+from h3dist.model.denoiser import Denoiser
+from h3dist.model.exchange import Exchange
+
+TURN = "trace.turn"
+RANGES = (ATTENTION, EXCHANGE, TURN)  # of the host, the innermost first
+
+
+def mark(denoiser: Denoiser) -> None:
+    """Puts the host's ranges around the exchange and, inside it, attention."""
+    view = denoiser.view
+    attention = ranged(ATTENTION, view.attention)
+    denoiser.view = replace(view, attention=attention, exchange=Ranged(view.exchange))
+
+
+class Ranged:
+    """An exchange whose calls are ranges of the profiler."""
+
+    def __init__(self, exchange: Exchange) -> None:
+        self._exchange = exchange
+
+    def __getattr__(self, name: str) -> Any:
+        return ranged(EXCHANGE, getattr(self._exchange, name))
+
+
+def ranged(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+    """The same call inside a range."""
+
+    def within(*arguments: Any) -> Any:
+        with record_function(name):
+            return call(*arguments)
+
+    return within
+
+
+def traced(work: Callable[[int], object], clock: Clock, times: int) -> profile:
+    """The profile of work done so many times; it is told how often it was done before."""
+    activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (clock.device.type == "cuda")
+    clock.settle()
+    with profile(activities=activities) as found:
+        for turn in range(times):
+            with record_function(TURN):
+                work(turn)
+        clock.settle()
+    return found
+
+
+def events_of(found: profile) -> Sequence[Any]:
+    """A profile's events, of the host and of the device, as the profiler's library gives them."""
+    return found.profiler.kineto_results.events()
+
+
+def kernels_of(events: Sequence[Any], device: str) -> list[Kernel]:
+    """The kernels and copies of a "cuda" device; of a "cpu" the operators that no other one calls.
+
+    The first turn of the work is left out: ranks begin it one after the other, and end it together.
+    """
+    host = [event for event in events if event.device_type() == DeviceType.CPU]
+    ranges = {name: sorted(_span(event) for event in host if event.name() == name) for name in RANGES}
+    launched = outermost(host) if device == "cpu" else launches(events, host)
+    begun = ranges[TURN][1][0]
+    return [
+        Kernel(event.name(), *(time / 1000 for time in _span(event)), inside(at, ranges))
+        for event, at in launched
+        if at >= begun
+    ]
+
+
+def _span(event: Any) -> tuple[int, int]:
+    """Nanoseconds."""
+    return event.start_ns(), event.end_ns()
+
+
+def outermost(host: Sequence[Any]) -> Iterator[tuple[Any, int]]:
+    """Of the host's operators those that lie in no other one of their thread, each with its beginning."""
+    ends: dict[int, int] = {}
+    operators = (event for event in host if event.name() not in RANGES)
+    for event in sorted(operators, key=lambda event: (event.start_ns(), -event.end_ns())):
+        if event.start_ns() >= ends.get(event.start_thread_id(), 0):
+            ends[event.start_thread_id()] = event.end_ns()
+            yield event, event.start_ns()
+
+
+def launches(events: Sequence[Any], host: Sequence[Any]) -> Iterator[tuple[Any, int]]:
+    """The device's events that are work, each with the time at which the host launched it.
+
+    A kernel shares its correlation id with the call that launched it; failing that, it names the operator around it,
+    or its own beginning has to do.
+    """
+    calls = {event.correlation_id(): event.start_ns() for event in host if event.linked_correlation_id()}
+    operators = {event.correlation_id(): event.start_ns() for event in host if not event.linked_correlation_id()}
+    for event in events:
+        drawn = event.is_user_annotation() or event.name() in RANGES or event.name().startswith("nccl:")
+        if event.device_type() == DeviceType.CUDA and not drawn:
+            around = operators.get(event.linked_correlation_id(), event.start_ns())
+            yield event, calls.get(event.correlation_id(), around)
+
+
+def inside(at: int, ranges: Mapping[str, Sequence[tuple[int, int]]]) -> str | None:
+    """The innermost range that a time lies in; ranges of one name do not overlap."""
+    for name, spans in ranges.items():
+        after = bisect_right(spans, (at, inf))
+        if after and at <= spans[after - 1][1]:
+            return name
+    return None

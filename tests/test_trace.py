@@ -1,0 +1,252 @@
+"""The benchmark that tells where a step's time goes: its arithmetic, whose kernel is whose, and small runs of it."""
+
+import json
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from torch.autograd import DeviceType
+from world import World
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
+
+import alone
+from kernel_times import ATTENTION, EXCHANGE, Kernel, length, longest, shared, summary, union
+from profiled import TURN, kernels_of
+
+from benchmarks import trace
+from h3dist.bench.steps import denoiser_of, random_weights
+from h3dist.plan import Layout
+
+SMALL = ["--size", "small", "--device", "cpu", "--shape", "64x64x22", "--blocks", "2"]
+CPU = torch.device("cpu")
+
+
+def test_a_union_counts_what_is_covered_once():
+    assert union([(5, 7), (0, 2), (1, 3), (3, 4), (5, 6)]) == [(0, 4), (5, 7)]
+    assert length([(0, 2), (1, 3), (5, 5)]) == 3
+    assert length([]) == 0
+
+
+def test_shared_time_is_that_of_both():
+    assert shared([(0, 4), (6, 8)], [(3, 7)]) == 2
+    assert shared([(0, 1)], [(1, 2)]) == 0
+    assert shared([(0, 4), (1, 5)], [(2, 3), (2, 3)]) == 1
+
+
+NAMES = {
+    "ncclDevKernel_SendRecv(ncclDevKernelArgsStorage<4096ul>)": "exchange",
+    "Memcpy PtoP (Device -> Device)": "exchange",
+    "cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob_7_64x128x128": "attention",
+    "kernel_cutlass_kernel_flash_attncuteflash_fwd_sm90FlashAttentionForwardSm90_object": "attention",
+    "void pytorch_flash::flash_fwd_kernel<Flash_fwd_kernel_traits<128, 64, 64>>": "attention",
+    "fmha_cutlassF_bf16_aligned_64x128_rf_sm80": "attention",
+    "nvjet_tst_256x128_64x4_1x2_h_bz_coopA_TNT": "products",
+    "sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize128x128x64": "products",
+    "void cutlass::device_kernel<cutlass::gemm::kernel::GemmUniversal>": "products",
+    "void comfy::dequantize_nvfp4_kernel<__nv_bfloat16>": "dequantise",
+    "_dequantise": "dequantise",
+    "void quantize_nvfp4_kernel<true>": "elementwise",
+    "void at::native::elementwise_kernel<128, 4, direct_copy_kernel_cuda>": "elementwise",
+    "Memcpy DtoD (Device -> Device)": "elementwise",
+}
+
+
+@pytest.mark.parametrize(("name", "kind"), NAMES.items())
+def test_a_kernel_is_of_a_kind_by_its_name(name, kind):
+    assert Kernel(name, 0, 1).category == kind
+
+
+@pytest.mark.parametrize(
+    ("name", "within", "kind"),
+    [
+        ("direct_copy_kernel_cuda", EXCHANGE, "packing"),
+        ("direct_copy_kernel_cuda", ATTENTION, "attention"),
+        ("direct_copy_kernel_cuda", TURN, "elementwise"),
+        ("ncclDevKernel_SendRecv", EXCHANGE, "exchange"),
+        ("ncclDevKernel_SendRecv", ATTENTION, "exchange"),
+        ("nvjet_tst_256x128", EXCHANGE, "products"),  # a run of columns, multiplied while another is summed
+        ("nvjet_tst_256x128", ATTENTION, "attention"),  # attention by two products
+    ],
+)
+def test_what_has_no_telling_name_belongs_where_it_was_launched(name, within, kind):
+    assert Kernel(name, 0, 1, within).category == kind
+
+
+TIMELINE = [
+    Kernel("nvjet", 0, 1000),
+    Kernel("direct_copy", 1000, 1200, EXCHANGE),
+    Kernel("ncclDevKernel", 1200, 3200, EXCHANGE),  # 800 of it beside attention, 1200 beside nothing
+    Kernel("flash_fwd", 2400, 4400, ATTENTION),
+    Kernel("silu", 4900, 5000),  # after a gap
+    Kernel("ncclDevKernel", 4950, 5000, EXCHANGE),
+]
+
+
+def test_a_trace_of_two_blocks_in_sum():
+    found = summary(TIMELINE, 2)
+    assert found["categories"] == pytest.approx(
+        {"products": 0.5, "attention": 1.0, "dequantise": 0, "exchange": 1.025, "packing": 0.1, "elementwise": 0.05}
+    )
+    wanted = {"idle": 0.25, "wall": 2.5, "exposed": 0.6, "exposed_share": 0.24, "beside": 0.4}
+    assert {name: found[name] for name in wanted} == pytest.approx(wanted)
+
+
+def test_what_all_kernels_take_and_idle_time_make_up_the_wall_where_none_is_beside_another():
+    alone_ = [kernel for kernel in TIMELINE if kernel.category != "exchange"]
+    found = summary(alone_, 1)
+    assert sum(found["categories"].values()) + found["idle"] == pytest.approx(found["wall"])
+    assert found["exposed"] == found["beside"] == 0
+
+
+def test_the_longest_kernels_come_first_by_name_and_kind():
+    rows = longest([*TIMELINE, Kernel("x" * 101, 0, 9000), Kernel("x" * 102, 0, 9000)], 2, count=3)
+    assert [(row["name"], row["category"], row["calls"]) for row in rows] == [
+        ("x" * 100, "elementwise", 1.0),
+        ("ncclDevKernel", "exchange", 1.0),
+        ("flash_fwd", "attention", 0.5),
+    ]
+    assert rows[0]["ms"] == pytest.approx(9.0)
+
+
+@dataclass
+class Event:
+    """One event as the profiler's library gives it; times in nanoseconds."""
+
+    label: str
+    start: int
+    stop: int
+    device: DeviceType = DeviceType.CPU
+    correlation: int = 0
+    linked: int = 0
+    drawn: bool = False
+    thread: int = 1
+
+    def __post_init__(self):
+        told = {
+            "name": self.label, "start_ns": self.start, "end_ns": self.stop, "device_type": self.device,
+            "correlation_id": self.correlation, "linked_correlation_id": self.linked,
+            "is_user_annotation": self.drawn, "start_thread_id": self.thread,
+        }  # fmt: skip
+        for name, value in told.items():
+            setattr(self, name, lambda value=value: value)
+
+
+def test_a_kernel_belongs_where_the_host_launched_it_however_late_it_ran():
+    gpu = {"device": DeviceType.CUDA}
+    events = [
+        Event(TURN, 0, 50),
+        Event(TURN, 100, 400, correlation=1),
+        Event(EXCHANGE, 200, 300, correlation=2),
+        Event("aten::copy_", 205, 215, correlation=7),
+        Event("cudaLaunchKernel", 210, 212, correlation=90, linked=7),
+        Event(ATTENTION, 220, 240, correlation=3),
+        Event("cuLaunchKernelEx", 230, 232, correlation=7, linked=3),  # the runtime counts for itself: 7 is another's
+        Event("aten::stack", 250, 260, correlation=8),
+        Event("aten::silu", 310, 320, correlation=9),
+        Event("cudaLaunchKernel", 40, 41, correlation=89, linked=5),
+        Event("first turn's", 110, 120, **gpu, correlation=89, linked=5),
+        Event("copy", 900, 950, **gpu, correlation=90, linked=7),
+        Event("mine", 950, 990, **gpu, correlation=7, linked=3),
+        Event("stacked", 990, 995, **gpu, correlation=91, linked=8),  # its launch is not told, its operator is
+        Event("silu", 995, 999, **gpu, correlation=92, linked=9),
+        Event("nccl:all_to_all", 900, 999, **gpu, linked=2),
+        Event(EXCHANGE, 900, 999, **gpu, linked=2),
+        Event("anything", 900, 999, **gpu, linked=2, drawn=True),
+    ]
+    assert kernels_of(events, "cuda") == [
+        Kernel("copy", 0.9, 0.95, EXCHANGE),
+        Kernel("mine", 0.95, 0.99, ATTENTION),
+        Kernel("stacked", 0.99, 0.995, EXCHANGE),
+        Kernel("silu", 0.995, 0.999, TURN),
+    ]
+
+
+def test_on_a_cpu_an_operator_counts_that_no_other_calls():
+    events = [
+        Event(TURN, 0, 50),
+        Event(TURN, 100, 400),
+        Event("aten::linear", 110, 150),
+        Event("aten::addmm", 112, 149),
+        Event("gloo:all_to_all", 120, 180, thread=2),
+        Event(EXCHANGE, 150, 200),
+        Event("aten::copy_", 160, 170),
+    ]
+    found = [(kernel.name, kernel.category) for kernel in kernels_of(events, "cpu")]
+    assert found == [("aten::linear", "products"), ("gloo:all_to_all", "exchange"), ("aten::copy_", "packing")]
+
+
+@pytest.fixture(scope="module")
+def record(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("trace")
+    with World(2) as world:
+        found = world.run(profile, str(folder), ranks=2, limit=90)
+    assert found[0] == found[1] | {"environment": found[0]["environment"]}
+    return found[0] | {"folder": folder}
+
+
+def profile(seat, folder):
+    words = [*SMALL, "--ways", "heads/1,heads/3,hdden/1,hidden/1", "--json", f"{folder}/trace.json"]
+    args = trace.arguments([*words, "--chrome", f"{folder}/first.json.gz"])
+    spec = trace.spec_of(args, 2)
+    return trace.run(args, spec, seat.connect(spec.layout(2)), CPU)
+
+
+def test_two_ranks_are_profiled_and_a_way_that_fails_stops_no_other(record):
+    assert [(way["way"], bool(way["failed"])) for way in record["ways"]] == [
+        ("heads/1", False), ("heads/3", False), ("hdden/1", True), ("hidden/1", False),
+    ]  # fmt: skip
+    assert "did you mean 'hidden'" in record["ways"][2]["failed"]
+    kept = json.loads((record["folder"] / "trace.json").read_text())
+    assert kept["ways"] == record["ways"] and kept["layout"] == {"sp": 2, "tp": 1, "dp": 1}
+    assert (record["folder"] / "first.json.gz").stat().st_size > 1000
+
+
+def test_a_block_calls_what_its_exchange_asks_for(record):
+    """Of q, k and v and of the output one move a group; attention once a group; a block's four products."""
+    for way, moves, groups in (("heads/1", 2, 1), ("heads/3", 6, 3), ("hidden/1", 1, 1)):
+        found = next(each for each in record["ways"] if each["way"] == way)
+        calls = {(row["category"], row["name"]): row["calls"] for row in found["ranks"][0]["kernels"]}
+        assert calls["exchange", "gloo:all_to_all"] == moves
+        assert calls["attention", "aten::scaled_dot_product_attention"] == groups
+        assert calls["products", "aten::linear"] == 4 + 1 / 2  # rank 0 embeds text alone; outputs once
+        for rank in found["ranks"]:
+            assert all(rank["categories"][kind] > 0 for kind in ("products", "attention", "exchange", "packing"))
+            assert 0 < rank["exposed"] <= rank["categories"]["exchange"]
+            assert rank["unprofiled"] > 0 and rank["quiet"] > 0
+
+
+@pytest.mark.parametrize(("way", "stacks"), [("heads/1", 4), ("heads/3", 12), ("hidden/1", 0), ("hidden/3", 0)])
+def test_alone_a_rank_does_its_own_part_of_the_exchange_and_counts_its_bytes(way, stacks):
+    """Each piece is packed once and unpacked once, also to itself."""
+    args = trace.arguments([*SMALL, "--ways", way, "--json", "-"])
+    plan = trace.plan_of(way, args, trace.replace(trace.spec_of(args, 1), blocks=1), Layout(sp=4), CPU)
+    comm = alone.still_comm(plan, 3, CPU)
+    denoiser = denoiser_of(random_weights(plan, 3, CPU), plan, comm)
+    moves = alone.moves_of(plan, 3, denoiser)
+    before = dict(comm.counted)
+    moves()
+    counted = {label: count - before[label] for label, count in comm.counted.items() if label != "outputs"}
+    assert counted == {label: plan.shares[3].sent.get(label, 0) / trace.EVALUATIONS for label in counted}
+    calls = {row["name"]: row["calls"] for row in alone.measure(plan, 3, CPU, fused=False)["kernels"]}
+    assert calls.get("aten::stack", 0) == stacks
+    assert calls["aten::copy_"] == 4 * plan.exchange.groups
+
+
+def test_alone_tells_every_way_and_goes_on_after_one_that_fails(tmp_path, capsys):
+    out = tmp_path / "alone.json"
+    words = [*SMALL, "--alone", "2", "--ways", "heads/2/int8,hidden/1+pcked,hidden/1+packed", "--json", str(out)]
+    trace.main(words)
+    rows = json.loads(out.read_text())["alone"]
+    assert [(row["way"], bool(row["failed"])) for row in rows[::2]] == [
+        ("heads/2/int8", False), ("hidden/1+pcked", True), ("hidden/1+packed", False),
+    ]  # fmt: skip
+    assert [row["rank"] for row in rows if not row["failed"]] == [0, 1, 0, 1]
+    for row in (row for row in rows if not row["failed"]):
+        assert row["moves"] > 0 and row["share"] == pytest.approx(row["moves"] / row["block"])
+    packed = {row["name"]: row["calls"] for row in rows[4]["kernels"]}
+    assert packed["aten::cat"] == 1, "codes and scales, side by side"
+    assert "did you mean 'packed'" in capsys.readouterr().out
