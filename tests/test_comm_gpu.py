@@ -11,6 +11,7 @@ from test_exchange_variants import every_variant
 from world import World
 
 from h3dist.comm.board import Board
+from h3dist.comm.pieces import Pieces
 from h3dist.comm.wire import Group, NcclWire
 from h3dist.errors import NumericsError, RankError
 from h3dist.plan import ExchangePlan, Layout
@@ -44,7 +45,7 @@ def nccl_alone(seat) -> float:
     x = torch.randn(6, 4, device=device)
     for got in (wire.all_gather("x", x), wire.reduce_scatter("x", x), wire.broadcast("x", x)):
         assert torch.equal(got, x)
-    assert torch.equal(wire.all_to_all("x", x.flatten(), [24], [24]), x.flatten())
+    assert torch.equal(wire.all_to_all("x", x.flatten(), Pieces([24], [24])), x.flatten())
     wire.settle("x")
     assert wire.counted == {"x": 0}
     torch.cuda._sleep(12_000_000_000)  # cycles: some seconds, past the limit

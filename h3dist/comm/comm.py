@@ -25,6 +25,7 @@ from torch.distributed.rendezvous import rendezvous
 from h3dist.comm.board import Board
 from h3dist.comm.exchange import RankExchange
 from h3dist.comm.rounding import Rounding
+from h3dist.comm.pieces import Pieces
 from h3dist.comm.wire import BACKSTOP, GlooWire, Group, NcclWire, Wire, in_short
 from h3dist.errors import ConfigError, RankError, nearest
 from h3dist.plan import DECODE_LABELS, LABELS, Layout, Plan
@@ -164,7 +165,7 @@ class Comm:
         assert wire is not None and mine.numel() == counts[wire.group.index] and counts[0] == 0, (mine.shape, counts)
         nothing = [0] * wire.group.size
         into = counts if wire.group.index == 0 else nothing
-        return wire.all_to_all_later(label, mine, [mine.numel(), *nothing[1:]], into)
+        return wire.all_to_all_later(label, mine, Pieces([mine.numel(), *nothing[1:]], into))
 
     def share(self, value: T) -> T:
         """Rank 0's `value`, any Python value, on every rank; what the others pass does not matter."""

@@ -11,12 +11,13 @@ its heads in a group of heads; D head size.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from h3dist.comm.codec import Codec, Plain
+from h3dist.comm.pieces import Pieces
 from h3dist.comm.wire import Wire
 from h3dist.plan import Plan, Share, Span, length, split_ragged
 
@@ -24,14 +25,20 @@ Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 Heads = tuple[Tensor, Tensor, Tensor]  # q, k and v
 
 
-class Part(NamedTuple):
-    """One group of heads: those of every rank of the sequence group, counted from the first head of our tp share."""
+@dataclass(frozen=True)
+class Part:
+    """One group of heads: those of every rank of the sequence group, counted from the first head of our tp share.
+
+    `there` are the pieces of q, k and v, `back` those of the output.
+    """
 
     spans: tuple[Span, ...]
+    there: Pieces
+    back: Pieces
 
     @property
     def counts(self) -> list[int]:
-        return [stop - start for start, stop in self.spans]
+        return _counts(self.spans)
 
 
 class HeadMoves:
@@ -43,8 +50,16 @@ class HeadMoves:
         self._held, self._first = length(share.tp_heads), share.projected_heads[0] - share.tp_heads[0]
         self._rows = [length(peer.group_rows) for peer in peers]
         self._local = plan.exchange.hidden_on(plan.layout)  # q, k and v are of all rows already
-        self._whole = Part(tuple(_inside(peer, share.tp_heads[0]) for peer in peers))
-        self._parts = tuple(_cut(self._whole, plan.exchange.groups))
+        whole, D = tuple(_inside(peer, share.tp_heads[0]) for peer in peers), plan.dims.head_dim
+        self._parts = tuple(self._part(spans, D) for spans in _cut(whole, plan.exchange.groups))
+        # Room was made for a part: a whole that is more goes where room is made for anything.
+        self._whole = self._parts[0] if len(self._parts) == 1 else _unplaced(self._part(whole, D))
+
+    def _part(self, spans: tuple[Span, ...], D: int) -> Part:
+        rows, heads, count, group = self._rows, _counts(spans), self._codec.count, self._wire.group
+        there = Pieces.among(lambda s, r: count((rows[s], 3, heads[r], D)), group.size, group.index)
+        back = Pieces.among(lambda s, r: count((rows[r], 1, heads[s], D)), group.size, group.index)
+        return Part(spans, there, back)
 
     def attend(self, q_pjD: Tensor, k_pjD: Tensor, v_pjD: Tensor, attention: Attention) -> Tensor:
         """o_gHD: attention over all rows, part by part, with the moves beside it."""
@@ -81,36 +96,28 @@ class HeadMoves:
         return lambda: mine
 
     def _send(self, part: Part, q_gHD: Tensor, k_gHD: Tensor, v_gHD: Tensor) -> Callable[[], Heads]:
-        g, _, D = q_gHD.shape
-        out = [self._codec.count((g, 3, n, D)) for n in part.counts]
-        sent = self._codec.room(q_gHD, sum(out))
-        for piece, (start, stop) in zip(sent.split(out), part.spans, strict=True):
+        sent = self._codec.room(q_gHD, sum(part.there.out))
+        for piece, (start, stop) in zip(sent.split(part.there.out), part.spans, strict=True):
             self._codec.write(piece, [x_gHD[:, start:stop] for x_gHD in (q_gHD, k_gHD, v_gHD)])
-        mine = part.counts[self._wire.group.index]
-        shapes = [(rows, 3, mine, D) for rows in self._rows]
-        came = self._move("heads.to", sent, out, [self._codec.count(shape) for shape in shapes])
-        return lambda: self._joined(came(), shapes, q_gHD).unbind(1)
+        came = self._move("heads.to", sent, part.there)
+        return lambda: self._joined(came(), part, q_gHD).unbind(1)
 
-    def _joined(self, came: Tensor, shapes: Sequence[tuple[int, ...]], like: Tensor) -> Tensor:
+    def _joined(self, came: Tensor, part: Part, like: Tensor) -> Tensor:
         """qkv_S3nD from every rank's piece; where nothing is coded, what came is it."""
-        whole = sum(self._rows), *shapes[0][1:]
+        whole = sum(self._rows), 3, part.counts[self._wire.group.index], like.shape[2]
         if self._plain:
             return came.view(whole)
         qkv_S3nD = like.new_empty(whole)
-        pieces = came.split([self._codec.count(shape) for shape in shapes])
-        for piece, target in zip(pieces, qkv_S3nD.split(self._rows), strict=True):
+        for piece, target in zip(came.split(part.there.into), qkv_S3nD.split(self._rows), strict=True):
             self._codec.read(piece, target)
         return qkv_S3nD
 
     def _send_back(self, part: Part, o_SnD: Tensor, o_gHD: Tensor) -> Callable[[], None]:
         """Starts the return of a part's output to its rows; gives what waits for ours and puts it into o_gHD."""
-        g, D = o_gHD.shape[0], o_gHD.shape[2]
-        out = [self._codec.count((rows, 1, o_SnD.shape[1], D)) for rows in self._rows]
-        into = [self._codec.count((g, 1, n, D)) for n in part.counts]
-        came = self._move("heads.from", self._laid(o_SnD, out), out, into)
+        came = self._move("heads.from", self._laid(o_SnD, part.back.out), part.back)
 
         def finish() -> None:
-            for piece, (start, stop) in zip(came().split(into), part.spans, strict=True):
+            for piece, (start, stop) in zip(came().split(part.back.into), part.spans, strict=True):
                 self._codec.read(piece, o_gHD[:, None, start:stop])
 
         return finish
@@ -124,19 +131,26 @@ class HeadMoves:
             self._codec.write(piece, [o_rnD])
         return sent
 
-    def _move(self, label: str, sent: Tensor, out: list[int], into: list[int]) -> Callable[[], Tensor]:
+    def _move(self, label: str, sent: Tensor, pieces: Pieces) -> Callable[[], Tensor]:
         """A move that runs beside what follows; where heads are in one part nothing does, and it is a plain one."""
         if len(self._parts) > 1:
-            return self._wire.all_to_all_later(label, sent, out, into, hold=False)
-        came = self._wire.all_to_all(label, sent, out, into)
+            return self._wire.all_to_all_later(label, sent, pieces, hold=False)
+        came = self._wire.all_to_all(label, sent, pieces)
         return lambda: came
 
 
-def _cut(whole: Part, groups: int) -> Iterator[Part]:
+def _cut(whole: tuple[Span, ...], groups: int) -> Iterator[tuple[Span, ...]]:
     """Every rank's heads in ragged parts, `groups` of them, or as many as the most heads that a rank has."""
-    parts = min(groups, max(whole.counts))
-    for spans in zip(*(_ragged(span, parts) for span in whole.spans), strict=True):
-        yield Part(spans)
+    parts = min(groups, max(_counts(whole)))
+    yield from zip(*(_ragged(span, parts) for span in whole), strict=True)
+
+
+def _counts(spans: Sequence[Span]) -> list[int]:
+    return [stop - start for start, stop in spans]
+
+
+def _unplaced(part: Part) -> Part:
+    return Part(part.spans, part.there.unplaced, part.back.unplaced)
 
 
 def _ragged(span: Span, groups: int) -> list[Span]:

@@ -8,7 +8,7 @@ the label.
 import re
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from h3dist.comm.board import Board, Due
+from h3dist.comm.pieces import Pieces
 
 # torch 2.13 renamed both; the old names still work there, with a warning.
 _all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -55,21 +56,19 @@ class Wire(ABC):
         self._begin(label, x.nbytes * (self.group.size - 1))
         return self._gather(label, x.contiguous())
 
-    def all_to_all(self, label: str, x: Tensor, out: Sequence[int], into: Sequence[int]) -> Tensor:
-        """Flat `x` cut in pieces of `out` elements, one for each rank; gives theirs for me, of `into` elements."""
-        self._begin_pieces(label, x, out, into)
-        return self._exchange(label, x.flatten(), list(out), list(into))
+    def all_to_all(self, label: str, x: Tensor, pieces: Pieces) -> Tensor:
+        """Flat `x` cut in `pieces`, one for each rank; gives theirs for me, end to end."""
+        self._begin_pieces(label, x, pieces)
+        return self._exchange(label, x.flatten(), pieces)
 
-    def all_to_all_later(
-        self, label: str, x: Tensor, out: Sequence[int], into: Sequence[int], *, hold: bool = True
-    ) -> Callable[[], Tensor]:
+    def all_to_all_later(self, label: str, x: Tensor, pieces: Pieces, *, hold: bool = True) -> Callable[[], Tensor]:
         """As `all_to_all`, but begun only: what it gives waits for the others' pieces and gives them, once called.
 
         Every rank begins such exchanges in one order, and waits for all of them. Without `hold` a host whose device
         does the waiting goes on itself: what it gives the device next comes after the pieces, and `settle` bounds it.
         """
-        self._begin_pieces(label, x, out, into)
-        return self._start(label, x.flatten(), list(out), list(into), hold)
+        self._begin_pieces(label, x, pieces)
+        return self._start(label, x.flatten(), pieces, hold)
 
     def reduce_scatter(self, label: str, x: Tensor) -> Tensor:
         """The sum over ranks of x [size * r, ...], of which each rank gets its own r rows."""
@@ -90,10 +89,11 @@ class Wire(ABC):
     def settle(self, label: str) -> None:
         """Returns once all that was begun is done on this rank's device, or raises what stopped it."""
 
-    def _begin_pieces(self, label: str, x: Tensor, out: Sequence[int], into: Sequence[int]) -> None:
+    def _begin_pieces(self, label: str, x: Tensor, pieces: Pieces) -> None:
         own = self.group.index
-        assert x.is_contiguous() and sum(out) == x.numel() and out[own] == into[own], (out, into, x.shape)
-        self._begin(label, (x.numel() - out[own]) * x.element_size())
+        assert x.is_contiguous() and sum(pieces.out) == x.numel(), (pieces, x.shape)
+        assert pieces.out[own] == pieces.into[own], pieces
+        self._begin(label, (x.numel() - pieces.out[own]) * x.element_size())
 
     def _begin(self, label: str, count: int) -> None:
         self.group.board.begin(self.group.name, label)
@@ -117,9 +117,9 @@ class Wire(ABC):
     @abstractmethod
     def _gather(self, label: str, x: Tensor) -> Tensor: ...
     @abstractmethod
-    def _exchange(self, label: str, x: Tensor, out: list[int], into: list[int]) -> Tensor: ...
+    def _exchange(self, label: str, x: Tensor, pieces: Pieces) -> Tensor: ...
     @abstractmethod
-    def _start(self, label: str, x: Tensor, out: list[int], into: list[int], hold: bool) -> Callable[[], Tensor]: ...
+    def _start(self, label: str, x: Tensor, pieces: Pieces, hold: bool) -> Callable[[], Tensor]: ...
     @abstractmethod
     def _reduce(self, label: str, x: Tensor) -> Tensor: ...
     @abstractmethod
@@ -140,13 +140,13 @@ class GlooWire(Wire):
         self._run(label, _all_gather, all_of_it, mine)
         return _from_bytes(all_of_it, x).view(self.group.size * x.shape[0], *x.shape[1:])
 
-    def _exchange(self, label: str, x: Tensor, out: list[int], into: list[int]) -> Tensor:
-        return self._start(label, x, out, into, True)()
+    def _exchange(self, label: str, x: Tensor, pieces: Pieces) -> Tensor:
+        return self._start(label, x, pieces, True)()
 
-    def _start(self, label: str, x: Tensor, out: list[int], into: list[int], hold: bool) -> Callable[[], Tensor]:
+    def _start(self, label: str, x: Tensor, pieces: Pieces, hold: bool) -> Callable[[], Tensor]:
         mine, size = _to_bytes(x), x.element_size()
-        theirs = mine.new_empty(sum(into) * size)
-        cuts = [n * size for n in into], [n * size for n in out]
+        theirs = mine.new_empty(sum(pieces.into) * size)
+        cuts = [n * size for n in pieces.into], [n * size for n in pieces.out]
         work = dist.all_to_all_single(theirs, mine, *cuts, group=self.group.handle, async_op=True)
 
         def finish() -> Tensor:
@@ -161,7 +161,7 @@ class GlooWire(Wire):
     def _start_reduce(self, label: str, x: Tensor) -> Callable[[], Tensor]:
         """An all-to-all and a float32 sum in the order of the ranks: gloo's own reduce-scatter sends twice as much."""
         even = [x.numel() // self.group.size] * self.group.size
-        came = self._start(label, x.flatten(), even, even, False)
+        came = self._start(label, x.flatten(), Pieces(even, even), False)
 
         def finish() -> Tensor:
             first, *others = came().view(self.group.size, -1).float()
@@ -222,15 +222,15 @@ class NcclWire(Wire):
         self._run(label, _all_gather, all_of_it, x)
         return all_of_it
 
-    def _exchange(self, label: str, x: Tensor, out: list[int], into: list[int]) -> Tensor:
-        theirs = x.new_empty(sum(into))
-        self._run(label, dist.all_to_all_single, theirs, x, into, out)
+    def _exchange(self, label: str, x: Tensor, pieces: Pieces) -> Tensor:
+        theirs = x.new_empty(sum(pieces.into))
+        self._run(label, dist.all_to_all_single, theirs, x, list(pieces.into), list(pieces.out))
         return theirs
 
-    def _start(self, label: str, x: Tensor, out: list[int], into: list[int], hold: bool) -> Callable[[], Tensor]:
+    def _start(self, label: str, x: Tensor, pieces: Pieces, hold: bool) -> Callable[[], Tensor]:
         """On NCCL's own stream, beside what the device computes; `x` is kept until then."""
-        theirs = x.new_empty(sum(into))
-        work = self._run(label, partial(dist.all_to_all_single, async_op=True), theirs, x, into, out)
+        theirs, cuts = x.new_empty(sum(pieces.into)), (list(pieces.into), list(pieces.out))
+        work = self._run(label, partial(dist.all_to_all_single, async_op=True), theirs, x, *cuts)
 
         def finish() -> Tensor:
             if hold:
