@@ -40,27 +40,36 @@ class Unwatched:
 
 
 class StillWire(Wire):
-    """A wire to ranks that are not there. What comes has the right size, and anything in it."""
+    """A wire to ranks that are not there. What comes has the right size, and values of the kind that was sent."""
+
+    def __init__(self, group: Group, counted: dict[str, int]) -> None:
+        super().__init__(group, counted)
+        self._kept: dict[tuple[str, int], Tensor] = {}
 
     def settle(self, label: str) -> None:
         """Nothing is on its way."""
 
+    def _came(self, label: str, x: Tensor, count: int) -> Tensor:
+        """Flat, `count` elements, made once: to repeat them each time would count as the exchange's."""
+        if (label, count) not in self._kept:
+            self._kept[label, count] = x.flatten().repeat(-(-count // x.numel()))[:count].contiguous()
+        return self._kept[label, count]
+
     def _gather(self, label: str, x: Tensor) -> Tensor:
-        return x.new_empty(self.group.size * x.shape[0], *x.shape[1:])
+        return self._came(label, x, self.group.size * x.numel()).view(self.group.size * x.shape[0], *x.shape[1:])
 
     def _exchange(self, label: str, x: Tensor, *pieces: Any) -> Tensor:
-        return x.new_empty(sum(pieces[0].into if hasattr(pieces[0], "into") else pieces[1]))
+        return self._came(label, x, sum(pieces[0].into if hasattr(pieces[0], "into") else pieces[1]))
 
     def _start(self, label: str, x: Tensor, *pieces: Any) -> Callable[[], Tensor]:
         theirs = self._exchange(label, x, *pieces)
         return lambda: theirs
 
     def _reduce(self, label: str, x: Tensor) -> Tensor:
-        return x.new_empty(x.shape[0] // self.group.size, *x.shape[1:])
+        return x[: x.shape[0] // self.group.size]
 
     def _start_reduce(self, label: str, x: Tensor) -> Callable[[], Tensor]:
-        mine = self._reduce(label, x)
-        return lambda: mine
+        return lambda: self._reduce(label, x)
 
     def _spread(self, label: str, x: Tensor) -> Tensor:
         return x

@@ -21,12 +21,16 @@ Span = tuple[float, float]
 
 @dataclass(frozen=True)
 class Kernel:
-    """One of a trace: when it ran, in microseconds, and in which of the host's ranges it was launched, if in one."""
+    """One of a trace: when it ran, in microseconds, and in which of the host's ranges it was launched, if in one.
+
+    aside: on another stream than the step's own.
+    """
 
     name: str
     start: float
     stop: float
     within: str | None = None
+    aside: bool = False
 
     @property
     def category(self) -> str:
@@ -34,7 +38,9 @@ class Kernel:
         found = next((kind for kind, names in BY_NAME if names.search(self.name)), None)
         if self.within == ATTENTION and found != "exchange":
             return "attention"
-        return found or ("packing" if self.within == EXCHANGE else "elementwise")
+        if self.within == EXCHANGE:
+            return found or ("exchange" if self.aside else "packing")  # copies between GPUs may be called as any others
+        return found or "elementwise"
 
 
 def union(spans: Iterable[Span]) -> list[Span]:

@@ -4,6 +4,7 @@ The parts are ranges of the host, put around a denoiser's own calls; what the de
 """
 
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from math import inf
@@ -74,11 +75,25 @@ def kernels_of(events: Sequence[Any], device: str) -> list[Kernel]:
     ranges = {name: sorted(_span(event) for event in host if event.name() == name) for name in RANGES}
     launched = outermost(host) if device == "cpu" else launches(events, host)
     begun = ranges[TURN][1][0]
+    placed = [(event, inside(at, ranges)) for event, at in launched if at >= begun]
+    own = busiest(placed) if device == "cuda" else None
     return [
-        Kernel(event.name(), *(time / 1000 for time in _span(event)), inside(at, ranges))
-        for event, at in launched
-        if at >= begun
+        Kernel(event.name(), *(time / 1000 for time in _span(event)), within, own not in (None, _stream(event)))
+        for event, within in placed
     ]
+
+
+def busiest(placed: Sequence[tuple[Any, str | None]]) -> int | None:
+    """The stream with the most time of kernels that are none of the exchange's."""
+    busy: Counter[int] = Counter()
+    for event, within in placed:
+        if within != EXCHANGE:
+            busy[_stream(event)] += event.end_ns() - event.start_ns()
+    return max(busy, key=busy.__getitem__, default=None)
+
+
+def _stream(event: Any) -> int:
+    return event.device_resource_id()
 
 
 def _span(event: Any) -> tuple[int, int]:

@@ -155,8 +155,9 @@ def attempt(
 
 def plan_of(way: str, args: argparse.Namespace, spec: Spec, layout: Layout, device: torch.device) -> Plan:
     """The plan of a way such as heads/4/int8 or hidden/1+packed. Raises ConfigError and PlanError."""
-    said, _, rows = way.partition("+")
-    choices = open_exchanges(**vars(exchange_of(said)) | {"rows": rows or "plain", "chunks": args.chunks})
+    said, packed = way.removesuffix("+packed"), way.endswith("+packed")
+    more = {"rows": "packed" if packed else "plain", "chunks": args.chunks}
+    choices = open_exchanges(**vars(exchange_of(said)) | more)
     if len(choices) > 1:
         raise ConfigError(f"--ways {way}: a trace is of one exchange; write VARIANT/GROUPS/CODEC as in hidden/4")
     fp4, amax = fp4_linears(spec.dims, None, capability_of(device), spec.dtype)
@@ -192,10 +193,10 @@ def measure(plan: Plan, comm: Comm, device: torch.device, *, fused: bool, chrome
 def quiet_attention(plan: Plan, rank: int, denoiser: Denoiser) -> Callable[[], None]:
     """A block's attention as it is called, in as many groups of heads, with nothing beside it."""
     (start, stop), groups = plan.shares[rank].heads, plan.exchange.on(plan.layout).groups
-    weights, parts = denoiser.weights, split_ragged(stop - start, min(groups, stop - start))
+    weights, parts = denoiser.weights, split_ragged(stop - start, min(groups, max(1, stop - start)))
     shape = plan.rows, 3, stop - start, plan.dims.head_dim
     qkv = torch.randn(shape, device=weights.device, dtype=weights.dtype)
-    pieces = [qkv[:, :, a:b].contiguous().unbind(1) for a, b in parts]
+    pieces = [qkv[:, :, a:b].contiguous().unbind(1) for a, b in parts if b > a]
 
     def call() -> None:
         for piece in pieces:

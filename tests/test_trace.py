@@ -124,12 +124,14 @@ class Event:
     linked: int = 0
     drawn: bool = False
     thread: int = 1
+    stream: int = 7
 
     def __post_init__(self):
         told = {
             "name": self.label, "start_ns": self.start, "end_ns": self.stop, "device_type": self.device,
             "correlation_id": self.correlation, "linked_correlation_id": self.linked,
             "is_user_annotation": self.drawn, "start_thread_id": self.thread,
+            "device_resource_id": self.stream,
         }  # fmt: skip
         for name, value in told.items():
             setattr(self, name, lambda value=value: value)
@@ -152,17 +154,21 @@ def test_a_kernel_belongs_where_the_host_launched_it_however_late_it_ran():
         Event("copy", 900, 950, **gpu, correlation=90, linked=7),
         Event("mine", 950, 990, **gpu, correlation=7, linked=3),
         Event("stacked", 990, 995, **gpu, correlation=91, linked=8),  # its launch is not told, its operator is
-        Event("silu", 995, 999, **gpu, correlation=92, linked=9),
+        Event("silu", 995, 1999, **gpu, correlation=92, linked=9),
+        Event("Memcpy DtoD", 950, 9950, **gpu, correlation=93, linked=8, stream=20),  # from one GPU to another
         Event("nccl:all_to_all", 900, 999, **gpu, linked=2),
         Event(EXCHANGE, 900, 999, **gpu, linked=2),
         Event("anything", 900, 999, **gpu, linked=2, drawn=True),
     ]
-    assert kernels_of(events, "cuda") == [
+    found = kernels_of(events, "cuda")
+    assert found == [
         Kernel("copy", 0.9, 0.95, EXCHANGE),
         Kernel("mine", 0.95, 0.99, ATTENTION),
         Kernel("stacked", 0.99, 0.995, EXCHANGE),
-        Kernel("silu", 0.995, 0.999, TURN),
+        Kernel("silu", 0.995, 1.999, TURN),
+        Kernel("Memcpy DtoD", 0.95, 9.95, EXCHANGE, aside=True),
     ]
+    assert [kernel.category for kernel in found] == ["packing", "attention", "packing", "elementwise", "exchange"]
 
 
 def test_on_a_cpu_an_operator_counts_that_no_other_calls():
@@ -249,4 +255,4 @@ def test_alone_tells_every_way_and_goes_on_after_one_that_fails(tmp_path, capsys
         assert row["moves"] > 0 and row["share"] == pytest.approx(row["moves"] / row["block"])
     packed = {row["name"]: row["calls"] for row in rows[4]["kernels"]}
     assert packed["aten::cat"] == 1, "codes and scales, side by side"
-    assert "did you mean 'packed'" in capsys.readouterr().out
+    assert "hidden/1+pcked: failed: ConfigError: exchanges: 'hidden/1+pcked'" in capsys.readouterr().out
