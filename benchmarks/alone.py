@@ -22,6 +22,7 @@ from h3dist.bench.timing import Clock
 from h3dist.checkpoint.nvfp4 import Nvfp4Weight
 from h3dist.checkpoint.tiles import code_shape, scale_shape
 from h3dist.comm import Comm
+from h3dist.comm.pieces import Pieces
 from h3dist.comm.wire import Group, Wire
 from h3dist.model.denoiser import Denoiser
 from h3dist.model.linear import Fp4Kernels, Fp4Linear
@@ -58,11 +59,11 @@ class StillWire(Wire):
     def _gather(self, label: str, x: Tensor) -> Tensor:
         return self._came(label, x, self.group.size * x.numel()).view(self.group.size * x.shape[0], *x.shape[1:])
 
-    def _exchange(self, label: str, x: Tensor, *pieces: Any) -> Tensor:
-        return self._came(label, x, sum(pieces[0].into if hasattr(pieces[0], "into") else pieces[1]))
+    def _exchange(self, label: str, x: Tensor, pieces: Pieces) -> Tensor:
+        return self._came(label, x, sum(pieces.into))
 
-    def _start(self, label: str, x: Tensor, *pieces: Any) -> Callable[[], Tensor]:
-        theirs = self._exchange(label, x, *pieces)
+    def _start(self, label: str, x: Tensor, pieces: Pieces, hold: bool) -> Callable[[], Tensor]:
+        theirs = self._exchange(label, x, pieces)
         return lambda: theirs
 
     def _reduce(self, label: str, x: Tensor) -> Tensor:

@@ -256,3 +256,25 @@ def test_alone_tells_every_way_and_goes_on_after_one_that_fails(tmp_path, capsys
     packed = {row["name"]: row["calls"] for row in rows[4]["kernels"]}
     assert packed["aten::cat"] == 1, "codes and scales, side by side"
     assert "hidden/1+pcked: failed: ConfigError: exchanges: 'hidden/1+pcked'" in capsys.readouterr().out
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_kernels_are_found_and_told_apart(tmp_path):
+    out, gpu = tmp_path / "trace.json", ["--size", "small", "--device", "cuda", "--shape", "192x128x39"]
+    trace.main([*gpu, "--blocks", "2", "--ways", "heads/1", "--json", str(out)])
+    (way,) = json.loads(out.read_text())["ways"]
+    (rank,) = way["ranks"]
+    assert all(rank["categories"][kind] > 0 for kind in ("products", "attention", "elementwise"))
+    assert rank["categories"]["exchange"] == rank["exposed"] == 0, "one rank has nobody to talk to"
+    assert sum(rank["categories"].values()) + rank["idle"] == pytest.approx(rank["wall"], rel=0.05)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("way", "least"), [("heads/2", 2 * 2 * 2), ("hidden/2", 2 * 2)])
+def test_on_a_gpu_each_piece_is_packed_and_unpacked_by_few_kernels(tmp_path, way, least):
+    """One each at the least; q, k and v may be packed by one each, and the output laid out by one."""
+    out, gpu = tmp_path / "alone.json", ["--size", "small", "--device", "cuda", "--shape", "192x128x39"]
+    trace.main([*gpu, "--alone", "2", "--ways", way, "--json", str(out)])
+    for row in json.loads(out.read_text())["alone"]:
+        assert row["failed"] is None
+        assert least <= sum(kernel["calls"] for kernel in row["kernels"]) <= 3 * least
