@@ -41,6 +41,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from h3dist.bench.spec import Clip, parse_shape
 from h3dist.comm import Comm, RankExchange
+from h3dist.comm.pieces import Pieces
 from h3dist.comm.wire import GlooWire, Group
 from h3dist.geometry import Geometry
 from h3dist.plan import ExchangePlan, Layout, Plan, make_plan, released_dims, split_ragged
@@ -77,9 +78,9 @@ class SlowWire(GlooWire):
         super().__init__(group, counted)
         self._link = link
 
-    def _start(self, label: str, x: Tensor, out: list[int], into: list[int], *more: Any) -> Callable[[], Tensor]:
-        through = self._link.carry(label, (x.numel() - out[self.group.index]) * x.element_size())
-        finish = super()._start(label, x, out, into, *more)
+    def _start(self, label: str, x: Tensor, pieces: Pieces, *more: Any) -> Callable[[], Tensor]:
+        through = self._link.carry(label, (x.numel() - pieces.out[self.group.index]) * x.element_size())
+        finish = super()._start(label, x, pieces, *more)
 
         def wait() -> Tensor:
             theirs = finish()

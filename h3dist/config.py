@@ -83,6 +83,7 @@ class ExchangeConfig:
     codec: str = "none"  # int8: codes and a scale a block, which is approximate
     chunks: int = 1  # of the columns that a tp group sums, one of which moves while the next is multiplied
     rows: str = "plain"  # packed: gathered rows go as the codes that NVFP4 products take, with the same result
+    transport: str = "collective"  # copy: GPUs copy heads to each other; auto: that where every rank can
 
 
 @dataclass
@@ -167,6 +168,7 @@ CHOICES: Mapping[str, tuple[str, ...]] = {
     "exchange.variant": ("auto", "heads", "hidden"),
     "exchange.codec": ("none", "int8"),
     "exchange.rows": ("plain", "packed"),
+    "exchange.transport": ("collective", "copy", "auto"),
     "sampler.schedule": ("simple", "beta", "official"),
     "sampler.sampler": ("euler", "res_multistep"),
     "sampler.noise": ("comfy", "official"),

@@ -7,6 +7,7 @@ inside NCCL.
 
 import ctypes
 import json
+import os
 import pickle
 import time
 from collections import Counter
@@ -24,8 +25,10 @@ from torch.distributed.rendezvous import rendezvous
 
 from h3dist.comm.board import Board
 from h3dist.comm.exchange import RankExchange
-from h3dist.comm.rounding import Rounding
+from h3dist.comm.peers import forbid_multicast
 from h3dist.comm.pieces import Pieces
+from h3dist.comm.rounding import Rounding
+from h3dist.comm.transport import Transport
 from h3dist.comm.wire import BACKSTOP, GlooWire, Group, NcclWire, Wire, in_short
 from h3dist.errors import ConfigError, RankError, nearest
 from h3dist.plan import DECODE_LABELS, LABELS, Layout, Plan
@@ -43,6 +46,7 @@ class Comm:
         self.rank, self.layout, self.device = rank, layout, device
         self.counted = dict.fromkeys((*LABELS, *DECODE_LABELS), 0)  # bytes sent to other ranks, by collective
         self.rounding = Rounding()  # of the codes of the last exchange, where it sends such
+        self.transport = Transport(self.collect, layout, device)
         self._board: Board | None = None
         self._meta: Wire | None = None
         self._tensors: dict[str, Wire | None] = dict.fromkeys(("request", "sp", "tp"))
@@ -58,15 +62,20 @@ class Comm:
         timeout: float = 300,
         stage_timeout: float = 1800,
         store: dist.Store | None = None,
+        transport: str = "collective",
     ) -> Self:
         """Joins this process to the others of `layout`; all of them call it.
 
         backend: "nccl", "gloo" (which also takes CUDA tensors, by way of the CPU, so that ranks may share a
         device), or "auto": NCCL for a CUDA device. `timeout` bounds a collective on tensors,
         `stage_timeout` an agreement, both in seconds. `store` is where the ranks meet; without it they meet
-        as torchrun's variables say. Raises RankError naming the ranks that did not come, and ConfigError.
+        as torchrun's variables say. `transport` is that of the exchanges to come: where heads may be copied this
+        process is kept from NVLink multicast, while there is time. Raises RankError naming the ranks that did not
+        come, and ConfigError.
         """
         assert ranks.world == layout.world, (ranks, layout)
+        if transport != "collective":
+            forbid_multicast(os.environ)
         comm = cls(ranks.rank, layout, device)
         backend = _backend(backend, device)
         if ranks.world > 1:
@@ -115,9 +124,14 @@ class Comm:
         return (NcclWire if backend == "nccl" else GlooWire)(group, self.counted)
 
     def exchange(self, plan: Plan) -> RankExchange:
-        """What the model asks of the other ranks while it runs `plan`."""
+        """What the model asks of the other ranks while it runs `plan`. All ranks call it.
+
+        Raises ConfigError on all of them where heads are to move by copies and a rank cannot make them.
+        """
         assert plan.layout == self.layout, (plan.layout, self.layout)
-        moves = RankExchange(plan, self.rank, self._tensors["tp"], self._tensors["sp"], self._tensors["request"])
+        sp = self._tensors["sp"]
+        heads = self.transport.wire_for(sp, plan) if sp else None
+        moves = RankExchange(plan, self.rank, self._tensors["tp"], heads, self._tensors["request"])
         self.rounding = moves.rounding
         return moves
 
@@ -234,11 +248,12 @@ class Comm:
         """Gives up what still runs in the groups, and keeps them past the end of the interpreter.
 
         gloo cannot abort, and its groups' destructor waits for collectives that ranks which are gone or
-        stuck will never join: the process would stay for minutes after its last line.
+        stuck will never join: the process would stay for minutes after its last line. So does the end of memory that
+        peers reach, for the device.
         """
         self._abort_nccl()
-        for wire in self._wires():
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(wire.group.handle))
+        for kept in (self.transport, *(wire.group.handle for wire in self._wires())):
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))
 
     def _abort_nccl(self) -> None:
         """Ends NCCL's kernels: else a device, and a host behind it, waits for ranks that never join them."""

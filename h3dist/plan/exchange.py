@@ -9,6 +9,9 @@ With rows "packed" what is gathered, hidden rows and those of a tp group, goes a
 NVFP4 product takes, where it is one: the same result from 3.56 times fewer bytes. Where sp is 1 no heads move, and the
 variants are one. With `chunks` > 1 the partial results of a tp group are summed by runs of columns, one while the next
 is multiplied.
+
+What moves heads is the group's collectives (NCCL, or gloo), or by transport "copy" the GPUs' copy engines, which leave
+all of a GPU to attention: the same bytes to the same places. "auto" is copies where every rank can make them.
 """
 
 from dataclasses import asdict, dataclass, replace
@@ -19,6 +22,7 @@ from h3dist.plan.layout import Layout
 VARIANTS = ("heads", "hidden")
 CODECS = ("none", "int8")
 ROWS = ("plain", "packed")
+TRANSPORTS = ("collective", "copy", "auto")
 AUTO = "auto"
 CODED_ROWS = 16  # rows of one head that share a scale
 SCALE_BYTES = 4  # float32
@@ -34,12 +38,15 @@ class ExchangePlan:
     codec: str = "none"
     rows: str = "plain"
     chunks: int = 1
+    transport: str = "collective"
 
     def __post_init__(self) -> None:
-        for name, choices in (("variant", VARIANTS), ("codec", CODECS), ("rows", ROWS)):
+        allowed = {"variant": VARIANTS, "codec": CODECS, "rows": ROWS, "transport": TRANSPORTS}
+        for name, choices in allowed.items():
             value = getattr(self, name)
             if value not in choices:
-                raise ConfigError(f"exchange.{name}={value}: use {' or '.join(choices)}{nearest(value, choices)}")
+                legal = f"{', '.join(choices[:-1])} or {choices[-1]}"
+                raise ConfigError(f"exchange.{name}={value}: use {legal}{nearest(value, choices)}")
         for name in ("groups", "chunks"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"exchange.{name}={getattr(self, name)}: the least is 1")
@@ -48,9 +55,14 @@ class ExchangePlan:
         """Whether a run on `layout` gathers hidden rows in the place of moving q, k and v."""
         return self.variant == "hidden" and layout.sp > 1
 
+    def copies_on(self, layout: Layout) -> bool:
+        """Whether a run on `layout` moves heads by copies, if it can."""
+        return self.transport != TRANSPORTS[0] and layout.sp > 1
+
     def on(self, layout: Layout) -> "ExchangePlan":
         """The same without what is idle on `layout`: with sp 1 no heads move, with tp 1 nothing is summed."""
-        moved = {} if layout.sp > 1 else {"variant": VARIANTS[0], "groups": 1, "codec": CODECS[0]}
+        idle = {"variant": VARIANTS[0], "groups": 1, "codec": CODECS[0], "transport": TRANSPORTS[0]}
+        moved = {} if layout.sp > 1 else idle
         summed = {} if layout.tp > 1 else {"chunks": 1}
         gathered = {} if layout.tp > 1 or self.hidden_on(layout) else {"rows": ROWS[0]}
         return replace(self, **moved, **summed, **gathered)
@@ -73,34 +85,40 @@ class ExchangePlan:
 
     @property
     def brief(self) -> str:
-        """For tables: "hidden/7", "heads/1/int8"."""
-        return f"{self.variant}/{self.groups}" + ("" if self.codec == "none" else f"/{self.codec}")
+        """For tables: "hidden/7", "heads/1/int8", "heads/4+copy"."""
+        coded = "" if self.codec == "none" else f"/{self.codec}"
+        copied = "" if self.transport == TRANSPORTS[0] else f"+{self.transport}"
+        return f"{self.variant}/{self.groups}{coded}{copied}"
 
     def __str__(self) -> str:
         coded = "" if self.codec == "none" else f" as {self.codec} codes (approximate)"
         more = ", rows packed" if self.rows == "packed" else ""
         more += f", sums in {self.chunks} chunks" if self.chunks > 1 else ""
+        more += {"copy": ", by copies", "auto": ", by copies where ranks can"}.get(self.transport, "")
         return f"{self.variant} in {self.groups} group{'s' * (self.groups > 1)}{coded}{more}"
 
 
 PLAIN = ExchangePlan()
 
 
-def choose_exchange(variant: str, groups: str, codec: str, rows: str = ROWS[0], chunks: int = 1) -> ExchangePlan:
+def choose_exchange(
+    variant: str, groups: str, codec: str, rows: str = ROWS[0], chunks: int = 1, transport: str = TRANSPORTS[0]
+) -> ExchangePlan:
     """What the configuration's `exchange` means where nothing is known of the machine. Raises ConfigError.
 
     "auto" is then the plain way: heads, in one group.
     """
-    return open_exchanges(variant, groups, codec, rows, chunks)[0]
+    return open_exchanges(variant, groups, codec, rows, chunks, transport)[0]
 
 
 def open_exchanges(
-    variant: str, groups: str, codec: str, rows: str = ROWS[0], chunks: int = 1
+    variant: str, groups: str, codec: str, rows: str = ROWS[0], chunks: int = 1, transport: str = TRANSPORTS[0]
 ) -> tuple[ExchangePlan, ...]:
     """Every exchange that the configuration leaves to be chosen from, the plainest first. Raises ConfigError.
 
-    A codec, packed rows and chunks are taken where they are named, and never otherwise.
+    A codec, packed rows, chunks and a transport are taken where they are named, and never otherwise.
     """
     variants = VARIANTS if variant == AUTO else (variant,)
     numbers = GROUPS if groups == AUTO else (int(groups),)
-    return tuple(ExchangePlan(each, number, codec, rows, chunks) for each in variants for number in numbers)
+    named = codec, rows, chunks, transport
+    return tuple(ExchangePlan(each, number, *named) for each in variants for number in numbers)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from h3dist.geometry import CHUNK_FRAMES, Geometry
 from h3dist.plan.gemm import working_bytes
 from h3dist.plan.layout import length
+from h3dist.plan.slots import slot_bytes
 from h3dist.plan.traffic import Work
 from h3dist.plan.weights import (
     F32,
@@ -58,7 +59,7 @@ def activation_bytes(work: Work, gemm: str, share: "Share") -> int:
     works with: a weight made dense, or its input narrowed. Attention is widest where q, k and v leave for the
     exchange (as they came from the linear and as normed and rotated; over sp their packed copy and what arrives),
     or, where hidden rows were gathered, in itself, and what it gives goes back to its rows. The MLP holds fc1's two
-    halves and the activation of one.
+    halves and the activation of one. Heads that move by copies arrive in slots, which both halves hold besides.
     """
     dims, e = work.dims, work.element
     own, group, projected = length(share.rows), length(share.group_rows), length(share.projected_rows)
@@ -67,7 +68,9 @@ def activation_bytes(work: Work, gemm: str, share: "Share") -> int:
     work_space = {name: working_bytes(gemm, rows[name], shape, e) for name, shape in shapes.items()}
     before = group * length(share.tp_heads) * dims.head_dim * e  # one of q, k, v, split by rows
     after = work.rows * length(share.heads) * dims.head_dim * e if work.layout.sp > 1 else 0  # or by heads
-    wide = 5 * after + 2 * before if work.hidden else 7 * before + 3 * after
+    wide, held = 5 * after + 2 * before if work.hidden else 7 * before + 3 * after, slot_bytes(work)
+    if held and not work.hidden:
+        wide -= 3 * after
     attention = (
         (group + projected) * dims.hidden * e + wide + max(work_space["attn.qkv_proj"], work_space["attn.out_proj"])
     )
@@ -76,7 +79,7 @@ def activation_bytes(work: Work, gemm: str, share: "Share") -> int:
         + 3 * group * length(share.ffn) * e
         + max(work_space["mlp.fc1"], work_space["mlp.fc2"])
     )
-    return 2 * own * dims.hidden * e + max(attention, mlp)
+    return 2 * own * dims.hidden * e + held + max(attention, mlp)
 
 
 def estimate(work: Work, stored: Stored, share: "Share", geometry: Geometry) -> dict[str, int]:
