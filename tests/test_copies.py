@@ -85,6 +85,22 @@ def test_copies_give_what_collectives_give(world, layout, tmp_path):
     world.run(equal_to_collectives, layout, str(tmp_path), ranks=layout.world)
 
 
+def backs_alone(seat, folder: str) -> None:
+    """Outputs go back again and again, and nothing else moves that would hold a fast rank up."""
+    comm = copying(seat, Layout(sp=seat.world), folder)
+    for groups in (1, 2, 3):
+        plan = plan_of(comm.layout, 37, ExchangePlan("hidden", groups, **COPY))
+        share, moves = plan.shares[seat.rank], comm.exchange(plan)
+        with mock.patch.object(Plain, "read", late(seat.rank, Plain.read)):
+            for whole in (Whole(37, seed=seed) for seed in range(6)):
+                got = moves.attend(*whole.project(whole.x_SC, slice(*share.projected_heads)), attention)
+                assert torch.allclose(got, whole.output(share), atol=1e-6), groups
+
+
+def test_outputs_are_not_written_over_while_nothing_else_moves(world, tmp_path):
+    world.run(backs_alone, str(tmp_path), ranks=3)
+
+
 def kept_apart(seat, folder: str) -> None:
     """Five shapes after each other, twice: every result stays what it was."""
     comm, kept = copying(seat, Layout(sp=seat.world), folder), []

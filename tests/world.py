@@ -48,6 +48,7 @@ class Seat:
         backend: str = "gloo",
         timeout: float = 20,
         stage_timeout: float = 20,
+        transport: str = "collective",
     ) -> Any:
         """This rank's Comm, for a layout of as many ranks as the case has."""
         import torch
@@ -63,6 +64,7 @@ class Seat:
             timeout=timeout,
             stage_timeout=stage_timeout,
             store=self.store,
+            transport=transport,
         )
         return self.stack.enter_context(comm)
 
