@@ -33,7 +33,7 @@ from h3dist.bench.steps import denoiser_of, random_weights
 from h3dist.bench.suite import environment
 from h3dist.bench.timing import Clock
 from h3dist.comm import Comm
-from h3dist.errors import ConfigError, RankError
+from h3dist.errors import ConfigError, RankError, nearest
 from h3dist.matrix.config import exchange_of
 from h3dist.model.denoiser import Denoiser
 from h3dist.plan import Layout, Plan, fp4_linears, make_plan, split_ragged
@@ -42,6 +42,7 @@ from h3dist.sampling.noise import draw
 from h3dist.topology import read_ranks
 
 WAYS = "heads/1,heads/4,hidden/1"
+MORE = {"packed": {"rows": "packed"}, "copy": {"transport": "copy"}}  # by what follows a way's + sign
 EVALUATIONS = 2  # that warm up, and that are profiled
 UNPROFILED = 5
 Chrome = Path | None
@@ -68,7 +69,8 @@ def main(words: list[str] | None = None) -> None:
         run_alone(args, spec, device)
         return
     layout = spec.layout(ranks.world)
-    with Comm.connect(ranks, layout, device, backend=args.backend) as comm:
+    transport = "copy" if "+copy" in (args.ways or WAYS) else "collective"
+    with Comm.connect(ranks, layout, device, backend=args.backend, transport=transport) as comm:
         run(args, spec, comm, device)
         comm.agree("the end")
 
@@ -77,7 +79,7 @@ def arguments(words: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--shape", default="1344x768x124")
     parser.add_argument("--blocks", type=int, help="fewer than the model's, which are alike")
-    parser.add_argument("--ways", help="as a matrix's exchanges, and +packed for packed rows: hidden/1+packed")
+    parser.add_argument("--ways", help="as a matrix's exchanges, and +packed rows or heads by +copy: heads/4+copy")
     parser.add_argument("--alone", help="the exchange's own kernels, for so many ranks of which one is here: 2,4,8")
     parser.add_argument("--chunks", type=int, default=1, help="runs of columns that a tp group sums")
     parser.add_argument("--mode", default="auto", help="ulysses where there are several ranks")
@@ -154,10 +156,14 @@ def attempt(
 
 
 def plan_of(way: str, args: argparse.Namespace, spec: Spec, layout: Layout, device: torch.device) -> Plan:
-    """The plan of a way such as heads/4/int8 or hidden/1+packed. Raises ConfigError and PlanError."""
-    said, packed = way.removesuffix("+packed"), way.endswith("+packed")
-    more = {"rows": "packed" if packed else "plain", "chunks": args.chunks}
-    choices = open_exchanges(**vars(exchange_of(said)) | more)
+    """The plan of a way such as heads/4/int8, heads/4+copy or hidden/1+packed. Raises ConfigError and PlanError."""
+    said, *more = way.split("+")
+    settings = vars(exchange_of(said)) | {"chunks": args.chunks}
+    for word in more:
+        if word not in MORE:
+            raise ConfigError(f"--ways {way}: +{word} must be one of {', '.join(MORE)}{nearest(word, MORE)}")
+        settings |= MORE[word]
+    choices = open_exchanges(**settings)
     if len(choices) > 1:
         raise ConfigError(f"--ways {way}: a trace is of one exchange; write VARIANT/GROUPS/CODEC as in hidden/4")
     fp4, amax = fp4_linears(spec.dims, None, capability_of(device), spec.dtype)
@@ -187,6 +193,7 @@ def measure(plan: Plan, comm: Comm, device: torch.device, *, fused: bool, chrome
     found = kernels_of(events_of(traced(evaluate, clock, 1 + EVALUATIONS)), device.type)
     done = layers * EVALUATIONS
     figures = summary(found, done) | {"unprofiled": 1000 * median(seconds) / layers, "quiet": 1000 * quiet}
+    figures["transport"] = comm.transport.told
     return figures | ({"kernels": longest(found, done)} if comm.rank == 0 else {})
 
 
@@ -211,7 +218,7 @@ def tell(way: Mapping[str, Any]) -> None:
         print(f"{way['way']}: failed: {way['failed']}", flush=True)
         return
     ranks = way["ranks"]
-    print(f"\n{way['way']}: milliseconds a block, a column a rank")
+    print(f"\n{way['way']}, by {ranks[0]['transport']}: milliseconds a block, a column a rank")
     rows = {kind: [rank["categories"][kind] for rank in ranks] for kind in CATEGORIES}
     for name, told in TOLD.items():
         rows[told] = [rank[name] for rank in ranks]

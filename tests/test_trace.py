@@ -147,6 +147,7 @@ def test_a_kernel_belongs_where_the_host_launched_it_however_late_it_ran():
         Event("cudaLaunchKernel", 210, 212, correlation=90, linked=7),
         Event(ATTENTION, 220, 240, correlation=3),
         Event("cuLaunchKernelEx", 230, 232, correlation=7, linked=3),  # the runtime counts for itself: 7 is another's
+        Event("aten::view", 330, 331, correlation=90),  # so do operators
         Event("aten::stack", 250, 260, correlation=8),
         Event("aten::silu", 310, 320, correlation=9),
         Event("cudaLaunchKernel", 40, 41, correlation=89, linked=5),
@@ -195,7 +196,7 @@ def record(tmp_path_factory):
 
 
 def profile(seat, folder):
-    words = [*SMALL, "--ways", "heads/1,heads/3,hdden/1,hidden/1", "--json", f"{folder}/trace.json"]
+    words = [*SMALL, "--ways", "heads/1,heads/3,hdden/1,heads/3+copy,hidden/1", "--json", f"{folder}/trace.json"]
     args = trace.arguments([*words, "--chrome", f"{folder}/first.json.gz"])
     spec = trace.spec_of(args, 2)
     return trace.run(args, spec, seat.connect(spec.layout(2)), CPU)
@@ -203,9 +204,11 @@ def profile(seat, folder):
 
 def test_two_ranks_are_profiled_and_a_way_that_fails_stops_no_other(record):
     assert [(way["way"], bool(way["failed"])) for way in record["ways"]] == [
-        ("heads/1", False), ("heads/3", False), ("hdden/1", True), ("hidden/1", False),
+        ("heads/1", False), ("heads/3", False), ("hdden/1", True), ("heads/3+copy", True),
+        ("hidden/1", False),
     ]  # fmt: skip
     assert "did you mean 'hidden'" in record["ways"][2]["failed"]
+    assert "exchange.transport=copy: " in record["ways"][3]["failed"], "not over gloo"
     kept = json.loads((record["folder"] / "trace.json").read_text())
     assert kept["ways"] == record["ways"] and kept["layout"] == {"sp": 2, "tp": 1, "dp": 1}
     assert (record["folder"] / "first.json.gz").stat().st_size > 1000
@@ -240,6 +243,7 @@ def test_alone_a_rank_does_its_own_part_of_the_exchange_and_counts_its_bytes(way
     calls = {row["name"]: row["calls"] for row in alone.measure(plan, 3, CPU, fused=False)["kernels"]}
     assert calls.get("aten::stack", 0) == stacks
     assert calls["aten::copy_"] == 4 * plan.exchange.groups
+    assert not [name for name in calls if "attention" in name]
 
 
 def test_alone_tells_every_way_and_goes_on_after_one_that_fails(tmp_path, capsys):
@@ -255,7 +259,7 @@ def test_alone_tells_every_way_and_goes_on_after_one_that_fails(tmp_path, capsys
         assert row["moves"] > 0 and row["share"] == pytest.approx(row["moves"] / row["block"])
     packed = {row["name"]: row["calls"] for row in rows[4]["kernels"]}
     assert packed["aten::cat"] == 1, "codes and scales, side by side"
-    assert "hidden/1+pcked: failed: ConfigError: exchanges: 'hidden/1+pcked'" in capsys.readouterr().out
+    assert "+pcked must be one of packed, copy; did you mean 'packed'?" in capsys.readouterr().out
 
 
 @pytest.mark.gpu
