@@ -1,4 +1,4 @@
-"""The exchange of one block alone: ours in its variants, torch's all-to-all with even and uneven pieces, fast-ulysses.
+"""One block's exchange alone: ours in its variants, by NCCL and by copies, torch's all-to-all, fast-ulysses.
 
     torchrun --standalone --nproc-per-node 2 benchmarks/exchange.py --shape 1344x768x124 --json FILE
 
@@ -25,10 +25,12 @@ from points import keep
 from h3dist.bench.spec import SMALL, Clip, parse_shape
 from h3dist.bench.timing import Clock
 from h3dist.comm import Comm
+from h3dist.matrix.config import exchange_of
 from h3dist.plan import ExchangePlan, Layout, Plan, make_plan, released_dims
 from h3dist.topology import read_ranks
 
 WAYS = ("heads/1", "heads/4", "heads/7", "hidden/1", "hidden/4")
+COPIED = tuple(f"{way}+copy" for way in WAYS)  # on GPUs alone
 Run = Callable[[], object]
 
 
@@ -48,7 +50,8 @@ def main() -> None:
     options = {"dtype": args.dtype, "attention": "sdpa", "steps": 1}
     plan = make_plan(Clip(parse_shape(args.shape)), dims, args.text_rows, Layout(sp=ranks.world), **options)
     clock = Clock(device, args.repeats)
-    with Comm.connect(ranks, plan.layout, device) as comm:
+    transport = "copy" if args.device == "cuda" else "collective"
+    with Comm.connect(ranks, plan.layout, device, transport=transport) as comm:
         for name, run in (*ours(comm, plan), *plain(comm, plan), *fast_ulysses(comm, plan)):
             comm.agree(f"before {name}")
             every = comm.collect("seconds", json.dumps(clock.time(run).median))
@@ -58,9 +61,9 @@ def main() -> None:
 
 def ours(comm: Comm, plan: Plan) -> Iterator[tuple[str, Run]]:
     """What a run does, in every variant: packing included, the projection of hidden rows left out."""
-    for way in WAYS:
-        variant, groups = way.split("/")
-        cut = make_same(plan, ExchangePlan(variant, int(groups)))
+    for way in (*WAYS, *COPIED) if comm.device.type == "cuda" else WAYS:
+        said = exchange_of(way)
+        cut = make_same(plan, ExchangePlan(said.variant, int(said.groups), transport=said.transport))
         share, D = cut.shares[comm.rank], cut.dims.head_dim
         rows, heads = (b - a for a, b in (share.projected_rows, share.projected_heads))
         own = share.rows[1] - share.rows[0]

@@ -27,11 +27,11 @@ gpus=$("$python" -c 'import torch; print(torch.cuda.device_count())')
 if [ "$gpus" -gt 0 ]; then
     kept=() && for count in "${ranks[@]}"; do [ "$count" -le "$gpus" ] && kept+=("$count"); done
     ranks=(${kept[@]+"${kept[@]}"})
-    size=released place=() odd=224x160x39 dtypes=(float32 bfloat16)
+    size=released place=() odd=224x160x39 dtypes=(float32 bfloat16) copied=,heads+copy,heads/4+copy
     shapes=(864x480x141/6 1344x768x124/5 1344x768x243/3) # with evaluations, the first of which warms up
 else
     export OMP_NUM_THREADS=1
-    size=small place=(runtime.device=cpu runtime.threads=1) odd=96x64x5 dtypes=(float32)
+    size=small place=(runtime.device=cpu runtime.threads=1) odd=96x64x5 dtypes=(float32) copied= # between GPUs alone
     shapes=(64x64x5/3 96x64x22/2)
 fi
 [ ${#ranks[@]} -gt 0 ] || { echo "none of these numbers of ranks: $gpus GPUs" && exit 2; }
@@ -80,7 +80,7 @@ parity() { # odd sizes; every layout against one rank, twice, and every way to e
         matrix "parity-$dtype" parity "${small[@]}" runtime.dtype="$dtype" repeats=2 \
             "layouts=[single,ulysses,tensor,hybrid]"
         [ ${#several[@]} -eq 0 ] || matrix "parity-$dtype-exchange" parity "${small[@]}" runtime.dtype="$dtype" \
-            "layouts=[single,ulysses,hybrid]" "exchanges=[heads,heads/3,hidden,hidden/3]"
+            "layouts=[single,ulysses,hybrid]" "exchanges=[heads,heads/3,hidden,hidden/3$copied]"
     done
 }
 
@@ -96,7 +96,7 @@ exchange() { # beside scaling's cells, in the same file, so that gains are over 
     [ ${#several[@]} -gt 0 ] || return 0
     for shape in "${shapes[@]:0:2}"; do
         matrix "exchange-${shape%/*}" scaling matrix=scaling size=$size "shapes=[${shape%/*}]" \
-            request.steps="${shape#*/}" "layouts=[single,ulysses]" "exchanges=[heads,heads/4,heads/7,hidden,hidden/4,auto]"
+            request.steps="${shape#*/}" "layouts=[single,ulysses]" "exchanges=[heads,heads/4,heads/7,hidden,hidden/4,auto$copied]"
     done
 }
 

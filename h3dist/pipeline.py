@@ -76,6 +76,7 @@ def run(config: Config, job: Mapping[str, Any] | None, ranks: Ranks) -> None:
         backend=runtime.backend,
         timeout=runtime.timeout,
         stage_timeout=runtime.stage_timeout,
+        transport=config.exchange.transport,
     ) as comm:
         site = Site(config, ranks, device, comm, *_told(job, ranks))
         started = start(site, job, dfile)

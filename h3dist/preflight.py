@@ -106,6 +106,7 @@ def plan_on(
     dtype = compute_dtype(config, device)
     gemm = choose_gemm(config.runtime.gemm, capability, dtype)
     check_cuda(config, device)
+    check_transport(config, device)
     fp4, amax = fp4_linears(facts.dims, facts.dfile, capability, dtype) if gemm == "nvfp4" else (0, 0)
     return make_plan(
         resolved,
@@ -148,6 +149,15 @@ def check_cuda(config: Config, device: str) -> None:
             raise ConfigError(
                 f"runtime.{key}={value} is for CUDA devices, and this is {device}; use runtime.{key}={off}"
             )
+
+
+def check_transport(config: Config, device: str) -> None:
+    """Raises `ConfigError` for heads that are to be copied between what are no GPUs with NCCL."""
+    if config.exchange.transport == "copy" and (backend := check_backend(config, device)) != "nccl":
+        raise ConfigError(
+            f"exchange.transport=copy is for GPUs that have NCCL for all else, and this is {device} over {backend}; "
+            "use exchange.transport=auto or collective"
+        )
 
 
 def check_backend(config: Config, device: str) -> str:

@@ -268,16 +268,18 @@ def test_a_cell_keeps_the_key_that_it_had_before_there_were_exchanges():
 @pytest.mark.parametrize(
     ("text", "fields"),
     [
-        ("auto", ("auto", "auto", "none")),
-        ("heads", ("heads", "1", "none")),
-        ("hidden/4", ("hidden", "4", "none")),
-        ("heads/auto", ("heads", "auto", "none")),
-        ("heads/7/int8", ("heads", "7", "int8")),
+        ("auto", ("auto", "auto", "none", "collective")),
+        ("heads", ("heads", "1", "none", "collective")),
+        ("hidden/4", ("hidden", "4", "none", "collective")),
+        ("heads/auto", ("heads", "auto", "none", "collective")),
+        ("heads/7/int8", ("heads", "7", "int8", "collective")),
+        ("heads/4+copy", ("heads", "4", "none", "copy")),
+        ("auto+auto", ("auto", "auto", "none", "auto")),
     ],
 )
 def test_an_exchange_in_one_word(text, fields):
     found = exchange_of(text)
-    assert (found.variant, found.groups, found.codec) == fields
+    assert (found.variant, found.groups, found.codec, found.transport) == fields
 
 
 @pytest.mark.parametrize("name", sorted(path.stem for path in (conf_dir() / "matrix").glob("*.yaml")))
@@ -315,6 +317,7 @@ def test_scaling_is_the_default_and_its_runs_take_the_rest():
         ("exchanges=[heads/many]", "VARIANT/GROUPS/CODEC"),
         ("exchanges=[heads/4/int8/x]", "VARIANT/GROUPS/CODEC"),
         ("exchanges=[heads/0]", "the least is 1"),
+        ("exchanges=[heads/4+copies]", "did you mean 'copy'"),
         ("request.width=64", "use shapes="),
         ("output.path=x.mp4", "use results="),
         ("sampler=official", "denoise_only=false does"),

@@ -95,6 +95,11 @@ def test_the_configuration_s_choice_is_the_plan_s(monkeypatch: pytest.MonkeyPatc
         planned(None, "runtime.fused=on")
     with pytest.raises(ConfigError, match=r"runtime\.offload=blocks is for CUDA devices.*runtime\.offload=none"):
         planned(None, "runtime.offload=blocks")
+    for where in ((None,), ((9, 0), "runtime.backend=gloo")):
+        with pytest.raises(ConfigError, match=r"transport=copy is for GPUs.*over gloo; use .*auto or collective"):
+            planned(*where, "exchange.transport=copy")
+    assert planned(None, "exchange.transport=auto").exchange.transport == "auto"
+    assert planned((9, 0), "exchange.transport=copy").exchange.transport == "copy"
     assert planned((9, 0), "runtime.fused=on").gemm == "dense"
     assert planned((9, 0), "runtime.offload=blocks").stored.resident_blocks == 2
     with pytest.raises(ConfigError, match=r"runtime\.gemm=fp9.*did you mean 'fp8'"):

@@ -42,9 +42,9 @@ def work(told: Mapping[str, Any], ranks: Ranks) -> None:
     runtime, status = RuntimeConfig(**told["runtime"]), StatusFile.of(told["status_dir"], ranks.rank)
     torch.set_num_threads(threads_per_rank(runtime.threads, ranks.local_world))
     plan, device = plan_of(Spec(**told["spec"])), pick_device(Config(runtime=runtime), ranks)
-    limits = {"timeout": runtime.timeout, "stage_timeout": runtime.stage_timeout}
+    how = {"timeout": runtime.timeout, "stage_timeout": runtime.stage_timeout, "transport": plan.exchange.transport}
     status.enter("start")
-    with Comm.connect(ranks, plan.layout, device, backend=runtime.backend, **limits) as comm:
+    with Comm.connect(ranks, plan.layout, device, backend=runtime.backend, **how) as comm:
         comm.same("the plan", plan.digest)
         stages = {"start": time.perf_counter() - begun}
         measured = measure(plan, comm, stages, status, told["spec"]["seed"])

@@ -39,7 +39,7 @@ class MatrixConfig(Config):
     attentions: list[str] = field(default_factory=lambda: ["sdpa"])
     exchanges: list[str] = field(
         default_factory=lambda: ["heads"]
-    )  # auto, or VARIANT/GROUPS/CODEC as far as it is said
+    )  # auto, or VARIANT/GROUPS/CODEC as far as it is said; +copy
     repeats: int = 1
     denoise_only: bool = True  # denoiser steps on random weights; false: whole clips from the checkpoints
     size: str = "released"  # of the random model
@@ -71,13 +71,14 @@ class Shape:
 
 
 def exchange_of(text: str) -> ExchangeConfig:
-    """The exchange written as "auto", "hidden", "heads/7" or "heads/4/int8". Raises `ConfigError`."""
+    """The exchange written as "auto", "hidden", "heads/7", "heads/4/int8" or "heads/4+copy". Raises `ConfigError`."""
+    text, _, transport = text.partition("+")
     parts = text.split("/")
     variant, groups, codec = (*parts, "", "")[:3]
     free = AUTO if variant == AUTO else "1"
-    made = ExchangeConfig(variant, groups or free, codec or "none")
+    made = ExchangeConfig(variant, groups or free, codec or "none", transport=transport or "collective")
     if len(parts) > 3 or not (made.groups == AUTO or made.groups.isdecimal()):
-        raise ConfigError(f"exchanges: {text!r} is none; write auto, or VARIANT/GROUPS/CODEC as in hidden/4")
+        raise ConfigError(f"exchanges: {text!r} is none; write auto, or VARIANT/GROUPS/CODEC as in hidden/4, hidden+copy")
     open_exchanges(**vars(made))
     return made
 
