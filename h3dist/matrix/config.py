@@ -78,7 +78,7 @@ def exchange_of(text: str) -> ExchangeConfig:
     free = AUTO if variant == AUTO else "1"
     made = ExchangeConfig(variant, groups or free, codec or "none", transport=transport or "collective")
     if len(parts) > 3 or not (made.groups == AUTO or made.groups.isdecimal()):
-        raise ConfigError(f"exchanges: {text!r} is none; write auto, or VARIANT/GROUPS/CODEC as in hidden/4, hidden+copy")
+        raise ConfigError(f"exchanges: {text!r} is none; write auto, or VARIANT/GROUPS/CODEC as in hidden/4+copy")
     open_exchanges(**vars(made))
     return made
 
