@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
 from pathlib import Path
+from threading import Lock
 from typing import TYPE_CHECKING, Any
 
 from h3dist.checkpoint.slices import Range, length, merge
@@ -66,7 +67,11 @@ class TensorInfo:
 
 @dataclass(eq=False)
 class TensorFile:
-    """An open safetensors file. `bytes_read` counts what `read` and `read_bytes` gave out, not `peek`."""
+    """An open safetensors file; several threads may read from it.
+
+    `bytes_read` counts what `read` and `read_bytes` gave out, not `peek`. `pinned`: whether that lies in memory from
+    which a GPU copies by itself, and which torch uses again for the next tensors.
+    """
 
     path: Path
     tensors: dict[str, TensorInfo]
@@ -75,6 +80,8 @@ class TensorFile:
     header_hash: str  # SHA-256, hex, of the header's bytes and the file's size
     descriptor: int
     bytes_read: int = field(default=0, init=False)
+    pinned: bool = field(default=False, init=False)
+    _counting: Lock = field(default_factory=Lock, init=False, repr=False)
 
     def __post_init__(self) -> None:
         weakref.finalize(self, os.close, self.descriptor)
@@ -140,12 +147,13 @@ class TensorFile:
             ranges,
             cols,
         )
-        out = torch.empty((length(ranges), stop - start), dtype=torch.uint8)
+        out = torch.empty((length(ranges), stop - start), dtype=torch.uint8, pin_memory=self.pinned)
         if stop - start == width:
             self._read_rows(name, info, width, ranges, memoryview(out.numpy()).cast("B") if out.numel() else None)
         else:
             self._copy_columns(info, width, ranges, (start, stop), out.numpy())
-        self.bytes_read += out.numel()
+        with self._counting:
+            self.bytes_read += out.numel()
         return out
 
     def peek(self, name: str) -> bytes:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from h3dist.checkpoint.comfy import DenoiserDims, DenoiserFile
 from h3dist.checkpoint.formats import Weight
+from h3dist.checkpoint.readers import ahead
 from h3dist.checkpoint.shard import fc1_slice, fc2_slice, out_slice, qkv_slice, read_linear, read_tensor
 from h3dist.model.narrow import narrowed
 from h3dist.model.offload import OffloadedBlocks
@@ -82,12 +84,16 @@ def load_denoiser(
 ) -> DenoiserWeights:
     """Read what this rank keeps: its slices of every block, rounded where `gemm` is fp8 or int8; small layers whole.
 
-    offload: the blocks are left in the host's memory, and come when they are asked for.
+    offload: the blocks are left in the host's memory, and come when they are asked for. Blocks are read by threads, and
+    on CUDA into pinned memory: at most two linears a thread are in the host's memory, however many blocks there are.
     """
+    device = torch.empty(0, device=device).device  # with its index: a thread has a current device of its own
+    dfile.file.pinned = device.type == "cuda"
     projected = share.projected_heads
     heads = [read_projection(dfile, f"final_layer.{name}_out", device) for name in ("video", "audio")]
     names = (f"blocks.{index}" for index in range(dfile.dims.layers))
-    read = (read_block(dfile, name, share.tp_heads, share.ffn, projected, device=device, dtype=dtype) for name in names)
+    mine = share.tp_heads, share.ffn, projected
+    read = ahead(partial(read_block, dfile, name, *mine, device=device, dtype=dtype) for name in names)
     blocks = (narrow_block(block, gemm, dtype) for block in read)
     return DenoiserWeights(
         dims=dfile.dims,
