@@ -101,6 +101,13 @@ class SamplerConfig:
 
 
 @dataclass
+class EncodeConfig:
+    """Where the request's text becomes rows."""
+
+    text: str = "rank0"  # rank0: rank 0 alone; tp: spread over all ranks; auto: spread where rank 0 does not hold it
+
+
+@dataclass
 class DecodeConfig:
     """Where latents become frames and sound."""
 
@@ -149,6 +156,7 @@ class Config:
     attention: AttentionConfig = field(default_factory=AttentionConfig)
     exchange: ExchangeConfig = field(default_factory=ExchangeConfig)
     sampler: SamplerConfig = field(default_factory=SamplerConfig)
+    encode: EncodeConfig = field(default_factory=EncodeConfig)
     decode: DecodeConfig = field(default_factory=DecodeConfig)
     output: OutputConfig = field(default_factory=OutputConfig)
     request: RequestConfig = field(default_factory=RequestConfig)
@@ -172,6 +180,7 @@ CHOICES: Mapping[str, tuple[str, ...]] = {
     "sampler.schedule": ("simple", "beta", "official"),
     "sampler.sampler": ("euler", "res_multistep"),
     "sampler.noise": ("comfy", "official"),
+    "encode.text": ("auto", "rank0", "tp"),
     "decode.mode": ("auto", "rank0", "parallel"),
 }
 POSITIVE = (

@@ -3,6 +3,7 @@
 {"request": a legal request with every choice made, "notes": what was chosen for the user,
  "output": the fields of `Outputs`, "layout": those of the `Layout` that the launcher chose, or null,
  "exchange": those of the `ExchangePlan` that it chose with it, or null,
+ "encode": where it chose to have the text encoded, or null,
  "status_dir": a folder or null, "verbose": true or false}
 """
 
@@ -37,6 +38,7 @@ def make_job(
         "output": outputs.as_dict(),
         "layout": None,
         "exchange": None,
+        "encode": None,
         "status_dir": None,
         "verbose": False,
     }

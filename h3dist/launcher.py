@@ -71,7 +71,7 @@ def _decide_and_run(config: Config, made: dict[str, Any], job: Job) -> int:
 
 def _run(made: dict[str, Any], job: Job, plan: Plan, environ: dict[str, str]) -> int:
     folder, world = run_folder(), plan.layout.world
-    made |= {"layout": asdict(plan.layout), "exchange": asdict(plan.exchange)}
+    made |= {"layout": asdict(plan.layout), "exchange": asdict(plan.exchange), "encode": plan.encode.text}
     made |= {"status_dir": str(folder / "status"), "verbose": job.verbose}
     try:
         write_job(made, folder / "job.json")

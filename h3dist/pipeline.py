@@ -2,9 +2,9 @@
 
     request -> plan -> encode -> pack -> denoise -> decode -> mux
 
-Each stage takes the record before it and gives a new frozen one. Rank 0 alone reads the request, encodes the
-text and muxes; all ranks denoise; rank 0 decodes, or all do. A stage ends in an agreement: all go on, or all leave
-with the first error.
+Each stage takes the record before it and gives a new frozen one. Rank 0 alone reads the request and muxes; rank 0
+encodes the text, or all do; all ranks denoise; rank 0 decodes, or all do. A stage ends in an agreement: all go on, or
+all leave with the first error.
 
 Shape letters: L text rows, t text encoder width, C hidden, T h w latent frames, height and width, A audio latents
 a channel.
@@ -55,8 +55,9 @@ from h3dist.site import Site, all_cores, free_memory, pick_device
 from h3dist.status import StatusFile
 from h3dist.text.encoder import TextEncoder
 from h3dist.text.presentation import present
+from h3dist.text.together import encode_together, encoder_for
 from h3dist.text.tokenizer import load_tokenizer, tokenize
-from h3dist.text.vision import look
+from h3dist.text.vision import Vision, look
 from h3dist.topology import Ranks, visible_devices
 
 
@@ -106,14 +107,17 @@ def start(site: Site, job: Mapping[str, Any] | None, dfile: DenoiserFile) -> Sta
     slots = told.pop("slots") if told else None
     told = site.comm.share(told)
     with site.stage("plan"):
-        facts = Facts(dfile.dims, dfile, told["sizes"], len(told["presentation"].ids), ())
-        plan = plan_for(site, told["resolved"], facts, told["exchange"])
+        facts = Facts(dfile.dims, dfile, told["sizes"], len(told["presentation"].ids), (), told["text"])
+        plan = plan_for(site, told["resolved"], facts, told["exchange"], told["encode"])
         schedule = schedule_of(site.config, told["resolved"].steps)
         vaes = vaes_for(plan, slots, site.config.model)
+        text = encoder_for(plan.encode, slots, site.config.model)
     site.comm.same("the plan", plan.digest)
+    if plan.encode.spread:
+        site.comm.same("the text encoder's header", text.file.header_hash)
     if plan.decode.parallel:
         site.comm.same("the VAEs' headers", [state.file.header_hash for state in vaes])
-    return Started(dfile, slots, vaes, told["resolved"], told["presentation"], plan, schedule)
+    return Started(dfile, slots, text, vaes, told["resolved"], told["presentation"], plan, schedule)
 
 
 def read_job(site: Site, job: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -123,15 +127,15 @@ def read_job(site: Site, job: Mapping[str, Any] | None) -> dict[str, Any]:
     slots = open_slots(site.config.model)
     tokenizer = load_tokenizer(site.config.model.tokenizer)
     presentation = present(read_aloud(site.config, resolved), partial(tokenize, tokenizer))
-    sizes = facts_of(slots, len(presentation.ids)).sizes
+    facts = facts_of(slots, len(presentation.ids))
     exchange = ExchangePlan(**job["exchange"]) if job.get("exchange") else None
-    told = {"resolved": resolved, "slots": slots, "presentation": presentation, "sizes": sizes}
-    return told | {"exchange": exchange}
+    told = {"resolved": resolved, "slots": slots, "presentation": presentation}
+    return told | {"sizes": facts.sizes, "text": facts.text, "exchange": exchange, "encode": job.get("encode")}
 
 
 def agree_on_setting(site: Site, dfile: DenoiserFile) -> None:
     """Every rank runs the same code with the same configuration on the same denoiser. Raises `RankError`."""
-    parts = "runtime", "parallel", "attention", "exchange", "sampler", "decode"
+    parts = "runtime", "parallel", "attention", "exchange", "sampler", "encode", "decode"
     shared = {part: asdict(getattr(site.config, part)) for part in parts}
     site.comm.same("the version of h3dist", __version__)
     site.comm.same("the version of torch", torch.__version__)
@@ -139,13 +143,15 @@ def agree_on_setting(site: Site, dfile: DenoiserFile) -> None:
     site.comm.same("the denoiser's header", dfile.file.header_hash)
 
 
-def plan_for(site: Site, resolved: Resolved, facts: Facts, exchange: ExchangePlan | None = None) -> Plan:
-    """The plan as this rank computes it, with the launcher's choice of an exchange if there is one.
+def plan_for(
+    site: Site, resolved: Resolved, facts: Facts, exchange: ExchangePlan | None = None, encode: str | None = None
+) -> Plan:
+    """The plan as this rank computes it, with the launcher's choice of an exchange and of who encodes, if there is one.
 
     Raises `PlanError` where it does not fit this rank's memory.
     """
     device = {"device": site.device.type, "capability": lowest_capability(site.device)}
-    plan = plan_on(site.config, resolved, facts, site.comm.layout, **device, exchange=exchange)
+    plan = plan_on(site.config, resolved, facts, site.comm.layout, **device, exchange=exchange, encode=encode)
     free = free_memory(site.device, site.ranks)
     if free is not None:
         smaller = cuts(resolved, site.config.sampler.noise, facts.text_rows)
@@ -174,13 +180,13 @@ def schedule_of(config: Config, steps: int) -> Schedule:
 
 
 def prepare(site: Site, started: Started) -> Prepared:
-    """Rank 0 encodes text and conditions, in float32, and then reads its weights; the others read at once."""
+    """Text and conditions are encoded, in float32; then a rank reads its weights, at once if it has no part in that."""
     plan, dtype = started.plan, getattr(torch, compute_dtype(site.config, site.device.type))
     attention = agree_on_attention(site.comm, plan.attention, task_of(plan, site.ranks.rank, site.device))
     with site.stage("encode"):
         elementwise = choose_elementwise(site.config.runtime.fused, site.device)
         choose_linear(lowest_capability(site.device), Alone(), dtype, plan.gemm)  # what it lacks is said by now
-        states_Lt, rows_LC, kept = encode(site, started) if site.first else (None, None, None)
+        states_Lt, rows_LC, kept = encode(site, started)
         share = plan.shares[site.ranks.rank]
         kept_as = {"gemm": plan.gemm, "offload": plan.stored.resident_blocks is not None}
         weights = load_denoiser(started.dfile, share, device=site.device, dtype=dtype, **kept_as)
@@ -192,22 +198,36 @@ def prepare(site: Site, started: Started) -> Prepared:
     return Prepared(started, states_Lt, rows_LC, kept, weights, modulation, attention, elementwise)
 
 
-def encode(site: Site, started: Started) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """The presentation's hidden states [L, t], its refined rows [L, C], the conditions' rows by kind; all f32.
+def encode(site: Site, started: Started) -> tuple[Tensor | None, Tensor | None, dict[str, Tensor] | None]:
+    """On rank 0 the presentation's hidden states [L, t], refined rows [L, C] and the conditions' rows by kind; all f32.
 
     One model at a time is in memory: the text encoder, the refiner, the VAEs' encoders.
     """
     slots, resolved, contract = started.slots, started.resolved, site.config.sampler.noise
-    assert slots is not None
+    if slots is None:
+        if started.plan.encode.spread:
+            encode_text(site, started, {})
+        return None, None, None
     with all_cores():
         material = read_material(resolved, started.plan.conditions)
         seen = look([(item.condition, item.frames) for item in material if item.frames is not None], contract)
-        encoder = TextEncoder.load(slots.text_encoder, site.config.model.text_encoder_config, site.device)
-        states_Lt, _ = encoder.encode(started.presentation, seen)
-        encoder.release()
+    states_Lt = encode_text(site, started, seen)
+    with all_cores():
         rows_LC = refine_text(started.dfile, states_Lt, site.device)
         drawn = {"contract": contract, "seed": resolved.seed, "device": site.device}
         return states_Lt, rows_LC, encode_conditions(material, slots, site.config.model, **drawn)
+
+
+def encode_text(site: Site, started: Started, seen: Mapping[str, Vision]) -> Tensor:
+    """The presentation's hidden states f32 [L, t], of rank 0 alone or of all ranks; `seen` is rank 0's."""
+    config, presentation = site.config.model.text_encoder_config, started.presentation
+    if started.plan.encode.spread:
+        return encode_together(started.text, config, started.plan.encode, site.comm, presentation, seen)
+    with all_cores():
+        encoder = TextEncoder.load(started.text, config, site.device)
+        states_Lt, _ = encoder.encode(presentation, seen)
+        encoder.release()
+        return states_Lt
 
 
 def pack(prepared: Prepared, site: Site) -> Packed:
@@ -287,7 +307,8 @@ def decode(site: Site, denoised: Denoised) -> None:
     plan, vaes, comm = started.plan, started.vaes, site.comm
 
     def reports() -> list[RankReport]:
-        mine = report_of(site, started.dfile, time.perf_counter() - begun, denoised.attention)
+        read = started.dfile.file.bytes_read, started.text.file.bytes_read if started.text else 0
+        mine = report_of(site, read, time.perf_counter() - begun, denoised.attention)
         return [RankReport(**json.loads(text)) for text in comm.collect("reports", mine)]
 
     with site.stage("decode"):

@@ -20,7 +20,7 @@ from h3dist.plan.exchange import open_exchanges
 from h3dist.plan.explain import as_dict, count_words, reasons
 from h3dist.plan.machine import Machine
 from h3dist.plan.rates import load_rates
-from h3dist.preflight import Facts, facts_ahead, facts_of, plan_on, read_aloud, worth_telling
+from h3dist.preflight import Facts, encoders, facts_ahead, facts_of, plan_on, read_aloud, worth_telling
 from h3dist.relief import cuts
 from h3dist.request import Resolved
 from h3dist.text.presentation import vision_rows
@@ -210,12 +210,21 @@ def _foresee(config: Config, request: Mapping[str, Any], ahead: Ahead) -> tuple[
 
 
 def _decide(config: Config, resolved: Resolved, facts: Facts, machine: Machine, numbers: Sequence[int]) -> Decision:
-    """The choice among `numbers` of ranks, with its plan held against the memory that is free."""
+    """The choice among `numbers` of ranks, with its plan held against the memory that is free.
+
+    Where the text encoder may lie spread over ranks, it does if nothing else fits.
+    """
     plan = partial(plan_on, config, resolved, facts, device=machine.device, capability=machine.capability)
-    fixed = _fixed(config, max(numbers), facts)
-    exchanges = open_exchanges(**vars(config.exchange))
-    choice = choose(Weigher(plan(fixed or Layout()), machine, load_rates(), exchanges), numbers, fixed)
-    made = plan(choice.taken.layout, exchange=choice.taken.plan.exchange)
+    fixed, exchanges = _fixed(config, max(numbers), facts), open_exchanges(**vars(config.exchange))
+
+    def chosen(encode: str) -> Choice:
+        base = plan(fixed or Layout(), encode=encode)
+        return choose(Weigher(base, machine, load_rates(), exchanges), numbers, fixed)
+
+    first, *others = map(chosen, encoders(config))
+    choice = first if first.taken.fits else next((other for other in others if other.taken.fits), first)
+    taken = choice.taken.plan
+    made = plan(taken.layout, exchange=taken.exchange, encode=taken.encode.text)
     if machine.known:
         smaller = cuts(resolved, config.sampler.noise, facts.text_rows)
         check_memory(made, machine.free(choice.taken.seats), smaller)

@@ -15,11 +15,12 @@ from h3dist.plan import ExchangePlan, Layout, Plan, choose_exchange, fp4_linears
 from h3dist.plan.gemm import choose_gemm
 from h3dist.request import Resolved
 from h3dist.sampling.schedules import evaluations
-from h3dist.text.presentation import Piece, pieces
+from h3dist.text.presentation import Piece, pieces, shown_rows
 from h3dist.text.tokenizer import count_tokens
 
 if TYPE_CHECKING:
     from h3dist.checkpoint.comfy import DenoiserDims, DenoiserFile, Slots
+    from h3dist.checkpoint.text_shard import TextStored
 
 OFFLOADED = 2  # blocks on the device at a time: the one that computes, and the one that arrives
 HOST_RESERVE = 1 << 28  # a rank's Python and torch on a CPU
@@ -35,6 +36,7 @@ class Facts:
     sizes: Mapping[str, int]  # bytes of "text_encoder", "video_vae", "audio_vae" where they are there
     text_rows: int
     notes: tuple[str, ...]
+    text: "TextStored | None" = None  # the text encoder's file by its parts, where it is there
 
 
 def worth_telling(slots: "Slots") -> tuple[str, ...]:
@@ -44,9 +46,11 @@ def worth_telling(slots: "Slots") -> tuple[str, ...]:
 
 def facts_of(slots: "Slots", text_rows: int) -> Facts:
     """What the opened files say."""
+    from h3dist.checkpoint.text_shard import TextStored
+
     files = {"text_encoder": slots.text_encoder, "video_vae": slots.video_vae, "audio_vae": slots.audio_vae}
     sizes = {name: sum(info.nbytes for info in state.tensors.values()) for name, state in files.items()}
-    return Facts(slots.denoiser.dims, slots.denoiser, sizes, text_rows, ())
+    return Facts(slots.denoiser.dims, slots.denoiser, sizes, text_rows, (), TextStored.of(slots.text_encoder))
 
 
 def read_aloud(config: Config, resolved: Resolved) -> list[Piece]:
@@ -72,7 +76,17 @@ def facts_ahead(config: Config, found: Sequence[Piece]) -> Facts:
     else:
         text_rows = sum(_about(piece) for piece in found)
         notes.append(f"no tokenizer at {model.tokenizer}: {text_rows} text rows are an estimate")
-    return Facts(dfile.dims if dfile else released_dims(), dfile, sizes, text_rows, tuple(notes))
+    return Facts(dfile.dims if dfile else released_dims(), dfile, sizes, text_rows, tuple(notes), _text(config))
+
+
+def _text(config: Config) -> "TextStored | None":
+    """The text encoder's file by its parts, if it is there."""
+    from h3dist.checkpoint.comfy import open_text_encoder
+    from h3dist.checkpoint.text_shard import TextStored
+
+    model = config.model
+    there = Path(model.text_encoder).is_file()
+    return TextStored.of(open_text_encoder(model.text_encoder, model.text_encoder_config)) if there else None
 
 
 def _about(piece: Piece) -> int:
@@ -89,10 +103,11 @@ def plan_on(
     device: str,
     capability: tuple[int, int] | None,
     exchange: ExchangePlan | None = None,
+    encode: str | None = None,
 ) -> Plan:
     """The plan on a layout that is already chosen: what every rank computes for itself and must agree on.
 
-    `exchange` is likewise what was chosen where the configuration says "auto"; without it the plainest.
+    `exchange` and `encode` are likewise what was chosen where the configuration says "auto"; without them the plainest.
     """
     sampler = config.sampler
     steps = evaluations(
@@ -103,6 +118,7 @@ def plan_on(
         beta_b=sampler.beta_b,
     )
     options = {} if device == "cuda" else {"reserve": HOST_RESERVE}
+    conditions = conditions_of(resolved, sampler.noise)
     dtype = compute_dtype(config, device)
     gemm = choose_gemm(config.runtime.gemm, capability, dtype)
     check_cuda(config, device)
@@ -121,7 +137,10 @@ def plan_on(
         fp4=fp4,
         amax=amax,
         files=dict(facts.sizes),
-        conditions=conditions_of(resolved, config.sampler.noise),
+        conditions=conditions,
+        text=facts.text,
+        shown_rows=shown_rows(conditions, sampler.noise),
+        encode=encode or encoders(config)[0],
         exchange=exchange or choose_exchange(**vars(config.exchange)),
         gemm=gemm,
         resident_blocks=OFFLOADED if config.runtime.offload == "blocks" else None,
@@ -129,6 +148,11 @@ def plan_on(
         device=device,
         **options,
     )
+
+
+def encoders(config: Config) -> tuple[str, ...]:
+    """Where the text may be encoded, what is to be preferred first."""
+    return ("rank0", "tp") if config.encode.text == "auto" else (config.encode.text,)
 
 
 def compute_dtype(config: Config, device: str) -> str:

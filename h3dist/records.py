@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from h3dist.attention.backend import Backend
-from h3dist.checkpoint.comfy import DenoiserFile, Slots
+from h3dist.checkpoint.comfy import DenoiserFile, Slots, StateFile
 from h3dist.decoding import Vaes
 from h3dist.model.elementwise import Elementwise
 from h3dist.model.modulation import Modulation
@@ -25,11 +25,12 @@ from h3dist.text.presentation import Presentation
 
 @dataclass(frozen=True)
 class Started:
-    """What all ranks agreed on before any work. `slots`, the opened files, are rank 0's alone; `vaes` are rank 0's, or
-    everybody's where all decode."""
+    """What all ranks agreed on before any work. `slots`, the opened files, are rank 0's alone; `text`, the text
+    encoder's file, and `vaes` are rank 0's, or everybody's where all encode the text or decode."""
 
     dfile: DenoiserFile
     slots: Slots | None
+    text: StateFile | None
     vaes: Vaes | None
     resolved: Resolved
     presentation: Presentation

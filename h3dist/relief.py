@@ -13,7 +13,7 @@ from h3dist.intake import MIN_REFERENCE_FRAMES
 from h3dist.material import conditions_of
 from h3dist.plan import Cut
 from h3dist.request import Keyframe, Reference, Resolved
-from h3dist.text.presentation import vision_rows
+from h3dist.text.presentation import shown_rows, vision_rows
 
 LEAST_SIDE = 256  # pixels of the shorter side, and frames, below which no clip is worth advising
 LEAST_FRAMES = 22
@@ -28,7 +28,8 @@ def cuts(resolved: Resolved, contract: str, text_rows: int) -> Iterator[list[Cut
 
 def _cut(words: str, smaller: Resolved, contract: str, plain_rows: int) -> Cut:
     conditions = conditions_of(smaller, contract)
-    return Cut(words, smaller.geometry, conditions, plain_rows + vision_rows(conditions, contract))
+    text_rows = plain_rows + vision_rows(conditions, contract)
+    return Cut(words, smaller.geometry, conditions, text_rows, shown_rows(conditions, contract))
 
 
 def _without(resolved: Resolved) -> Iterator[tuple[str, Resolved]]:

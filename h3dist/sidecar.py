@@ -11,7 +11,6 @@ from typing import Any
 import torch
 
 from h3dist import __version__
-from h3dist.checkpoint.comfy import DenoiserFile
 from h3dist.config import Config
 from h3dist.errors import OutputError
 from h3dist.plan import ExchangePlan, Plan
@@ -24,8 +23,8 @@ PACKAGES = ("torch", "diffusers", "transformers", "safetensors", "comfy-kitchen"
 
 @dataclass(frozen=True)
 class RankReport:
-    """What one rank counted: bytes sent by collective, bytes asked of the denoiser's file, its peak memory, and the
-    seconds until its part of the decoding was done.
+    """What one rank counted: bytes sent by collective, bytes asked of the files of denoiser and text encoder, its peak
+    memory, and the seconds until its part of the decoding was done.
 
     rounding: where heads move as codes, sums of squares by kind: of the errors, and of the values. attention: the
     backend, rank 0's choice of kernel, and how far its first call was from exact attention, of any rank.
@@ -38,13 +37,17 @@ class RankReport:
     decode_seconds: float
     rounding: dict[str, tuple[float, float]] = field(default_factory=dict)
     attention: dict[str, Any] = field(default_factory=dict)
+    text_bytes: int = 0
 
 
-def report_of(site: Site, dfile: DenoiserFile, decode_seconds: float, attention: Mapping[str, Any]) -> str:
-    """What this rank counted, and found out about the attention backend, as JSON."""
+def report_of(site: Site, read: tuple[int, int], decode_seconds: float, attention: Mapping[str, Any]) -> str:
+    """What this rank counted, and found out about the attention backend, as JSON.
+
+    `read`: the bytes asked of the denoiser's file, and of the text encoder's.
+    """
     name = torch.cuda.get_device_name(site.device) if site.device.type == "cuda" else "cpu"
-    counted = dict(site.comm.counted), dfile.file.bytes_read, site.peak_memory(), decode_seconds
-    return json.dumps(asdict(RankReport(name, *counted, site.comm.rounding.sums(), dict(attention))))
+    counted = dict(site.comm.counted), read[0], site.peak_memory(), decode_seconds
+    return json.dumps(asdict(RankReport(name, *counted, site.comm.rounding.sums(), dict(attention), read[1])))
 
 
 def describe_run(
@@ -64,7 +67,7 @@ def describe_run(
     """
     # the request stands at the top; output and job name this run's files
     left_out = {"request", "job", "output"} | (
-        set() if plan else {"parallel", "attention", "exchange", "sampler", "decode"}
+        set() if plan else {"parallel", "attention", "exchange", "sampler", "encode", "decode"}
     )
     settings = {part: values for part, values in asdict(config).items() if part not in left_out}
     return {
@@ -115,6 +118,7 @@ def _against_plan(plan: Plan, rank: int, report: RankReport) -> dict[str, Any]:
         "device": report.device,
         "sent": {"planned": share.sent, "counted": report.sent},
         "file_bytes": {"planned": share.file_bytes, "counted": report.file_bytes},
+        "text_bytes": {"planned": share.text_bytes, "counted": report.text_bytes},
         "peak_memory": {"planned": plan.peaks[rank], "counted": report.peak_memory},
         "decode_seconds": round(report.decode_seconds, 4),
     }

@@ -11,7 +11,7 @@ import pytest
 
 from h3dist.errors import ConfigError
 from h3dist.geometry import Geometry
-from h3dist.plan import DECODE_LABELS, Layout, Plan, make_plan, released_dims
+from h3dist.plan import DECODE_LABELS, ENCODE_LABELS, Layout, Plan, make_plan, released_dims
 from h3dist.plan.cost import TALK, Cost, missing_rate, step_cost
 from h3dist.plan.exchange import PLAIN, ExchangePlan
 from h3dist.plan.overlap import exposed, group_sizes
@@ -108,7 +108,12 @@ def test_what_moves_is_what_the_plan_says_is_sent(layout, exchange):
     for move in moves(plan):
         for share in plan.shares:
             assert plan.steps * move.sent_by(share.rank) == share.sent[move.label], (move.label, share.rank)
-    assert {move.label for move in moves(plan)} == plan.shares[0].sent.keys() - {"text", "conditions", *DECODE_LABELS}
+    assert {move.label for move in moves(plan)} == plan.shares[0].sent.keys() - {
+        "text",
+        "conditions",
+        *ENCODE_LABELS,
+        *DECODE_LABELS,
+    }
 
 
 # Groups of heads, and hidden rows in the place of q, k and v

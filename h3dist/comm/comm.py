@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.distributed.rendezvous import rendezvous
 
 from h3dist.comm.board import Board
+from h3dist.comm.encoding import RankEncoding
 from h3dist.comm.exchange import RankExchange
 from h3dist.comm.peers import forbid_multicast
 from h3dist.comm.pieces import Pieces
@@ -31,7 +32,7 @@ from h3dist.comm.rounding import Rounding
 from h3dist.comm.transport import Transport
 from h3dist.comm.wire import BACKSTOP, GlooWire, Group, NcclWire, Wire, in_short
 from h3dist.errors import ConfigError, RankError, nearest
-from h3dist.plan import DECODE_LABELS, LABELS, Layout, Plan
+from h3dist.plan import DECODE_LABELS, ENCODE_LABELS, LABELS, Layout, Plan
 from h3dist.topology import Ranks
 
 T = TypeVar("T")
@@ -44,7 +45,8 @@ class Comm:
 
     def __init__(self, rank: int, layout: Layout, device: torch.device) -> None:
         self.rank, self.layout, self.device = rank, layout, device
-        self.counted = dict.fromkeys((*LABELS, *DECODE_LABELS), 0)  # bytes sent to other ranks, by collective
+        labels = (*LABELS, *ENCODE_LABELS, *DECODE_LABELS)
+        self.counted = dict.fromkeys(labels, 0)  # bytes sent to other ranks, by collective
         self.rounding = Rounding()  # of the codes of the last exchange, where it sends such
         self.transport = Transport(self.collect, layout, device)
         self._board: Board | None = None
@@ -134,6 +136,12 @@ class Comm:
         moves = RankExchange(plan, self.rank, self._tensors["tp"], heads, self._tensors["request"])
         self.rounding = moves.rounding
         return moves
+
+    def encoding(self) -> RankEncoding:
+        """What the text encoder asks of the other ranks of the request, of which there are some."""
+        wire = self._tensors["request"]
+        assert wire is not None
+        return RankEncoding(wire, self.device)
 
     def broadcast_text(self, text_LC: Tensor | None, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
         """text_LC of the request's first rank, on all its ranks, as `dtype` on their device.

@@ -58,6 +58,7 @@ def start_clip(planned: Planned, config: MatrixConfig, words: Sequence[str], fol
     output = {"path": str(folder / "clip.mp4"), "latents": str(folder / "latents.safetensors")}
     job = make_job(_config(cell, plan.layout, words), _fields(config) | asdict(cell.shape), output)
     job |= {"status_dir": str(folder / "status"), "layout": asdict(plan.layout), "exchange": asdict(plan.exchange)}
+    job |= {"encode": plan.encode.text}
     write_job(job, folder / "job.json")
     arguments = [f"job={folder}/job.json", *_words(cell, plan.layout, words)]
     command = torchrun(folder, cell.ranks, "h3dist.generate", arguments, terminal=False)

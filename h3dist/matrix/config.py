@@ -23,8 +23,8 @@ BY_CELLS = {  # what the cells decide, and the key that says it for all of them
     "request.duration": "shapes=[...]",
 }
 OF_BOTH = ("request.steps", "request.seed")
-WAYS = ("runtime.gemm", "runtime.fused", "runtime.offload", "decode.mode")  # how a clip is computed
-OF_CLIPS = ("model", "sampler", "decode", *WAYS, *(f"request.{name}" for name in config_keys(RequestConfig)))
+WAYS = ("runtime.gemm", "runtime.fused", "runtime.offload", "encode.text", "decode.mode")  # how a clip is computed
+OF_CLIPS = ("model", "sampler", "encode", "decode", *WAYS, *(f"request.{name}" for name in config_keys(RequestConfig)))
 OF_RANDOM_WEIGHTS = ("size", "text_rows")
 
 

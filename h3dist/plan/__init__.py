@@ -1,6 +1,7 @@
 """Plans: how ranks share a run, and what that costs in bytes, before any work. Imports no torch."""
 
 from h3dist.plan.decode import DECODE_LABELS, DecodePlan, schedule_decode
+from h3dist.plan.encode import ENCODE_LABELS, EncodePlan
 from h3dist.plan.exchange import ExchangePlan, choose_exchange
 from h3dist.plan.fit import Cut, check_memory, fits
 from h3dist.plan.layout import (
@@ -21,10 +22,12 @@ from h3dist.plan.weights import fp4_linears, released_dims
 
 __all__ = [
     "DECODE_LABELS",
+    "ENCODE_LABELS",
     "LABELS",
     "MODES",
     "Cut",
     "DecodePlan",
+    "EncodePlan",
     "ExchangePlan",
     "Layout",
     "Plan",

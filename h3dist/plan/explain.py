@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from h3dist.plan.choose import MARGIN, NEAR, Choice, Option, Way
 from h3dist.plan.cost import TALK, Cost, attention_rate
 from h3dist.plan.decode import vae_bytes
+from h3dist.plan.encode import text_bytes
 from h3dist.plan.table import size
 from h3dist.topology import Link
 
@@ -43,12 +44,12 @@ def as_dict(choice: Choice) -> dict[str, Any]:
         "rivals": [option.as_dict() for option in choice.rivals],
         "counts": [option.as_dict() for option in choice.counts],
         "placement": {
-            "encode": 0,
+            "encode": list(range(choice.taken.layout.world)) if choice.taken.plan.encode.spread else 0,
             "decode": list(range(choice.taken.layout.world)) if choice.taken.plan.decode.parallel else 0,
             "resident_bytes": [
                 {
                     "denoiser": share.weight_bytes,
-                    "text_encoder": stored.text_encoder if share.rank == 0 else 0,
+                    "text_encoder": text_bytes(choice.taken.plan.encode, stored, share.rank),
                     "vaes": vae_bytes(choice.taken.plan.decode, stored, share.rank),
                 }
                 for share in choice.taken.plan.shares
@@ -220,6 +221,9 @@ def _attention(choice: Choice) -> Iterator[str]:
 
 def _placement(choice: Choice) -> str:
     seat = f" on GPU {choice.taken.seats[0]}" if choice.machine.gpus else ""
+    if choice.taken.plan.encode.spread:
+        after = "all ranks decode" if choice.taken.plan.decode.parallel else f"rank 0{seat} decodes"
+        return f"all ranks encode the text before all denoise, and {after} after"
     if choice.taken.plan.decode.parallel:
         return f"rank 0{seat} encodes the text before all denoise, and all ranks decode after"
     others = "; the other ranks wait" if choice.taken.layout.world > 1 else ""
@@ -231,7 +235,9 @@ def _residence(choice: Choice) -> str:
     weights = max(share.weight_bytes for share in plan.shares)
     parts = [f"every rank keeps {size(weights)} of the denoiser, quantised, until the end"]
     if plan.stored.text_encoder:
-        parts.append(f"rank 0 the text encoder's {size(plan.stored.text_encoder)} until the text is encoded")
+        most = max(text_bytes(plan.encode, plan.stored, rank) for rank in range(plan.layout.ranks))
+        whose = "each of the text encoder at most" if plan.encode.spread else "rank 0 the text encoder's"
+        parts.append(f"{whose} {size(most)} until the text is encoded")
     vaes = plan.stored.video_vae + plan.stored.audio_vae
     if vaes:
         parts.append(f"{'each' if plan.decode.parallel else 'rank 0'} the VAEs' {size(vaes)} while it decodes")

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from h3dist.conditions import Condition
 from h3dist.errors import PlanError
 from h3dist.geometry import Geometry
+from h3dist.plan.encode import EncodePlan
 from h3dist.plan.layout import Layout
 from h3dist.plan.plan import Plan, relayout
 
@@ -22,13 +23,15 @@ class Cut:
     geometry: Geometry
     conditions: tuple[Condition, ...]
     text_rows: int
+    shown_rows: int
 
     def of(self, plan: Plan) -> Plan:
         """The plan, on its layout, of what is left to make."""
         kept = sum(condition.video_rows + condition.audio_rows for condition in self.conditions)
         rows = self.text_rows + kept + self.geometry.audio_rows + self.geometry.video_rows
-        sizes = {"geometry": self.geometry, "conditions": self.conditions, "text_rows": self.text_rows}
-        return relayout(replace(plan, rows=rows, **sizes), plan.layout)
+        sizes = {"geometry": self.geometry, "conditions": self.conditions}
+        text = {"text_rows": self.text_rows, "shown_rows": self.shown_rows}
+        return relayout(replace(plan, rows=rows, **sizes, **text), plan.layout)
 
 
 def fits(plan: Plan, free: Sequence[int]) -> bool:
@@ -55,7 +58,8 @@ def check_memory(plan: Plan, free: Sequence[int], cuts: Iterable[Iterable[Cut]] 
 def _advice(plan: Plan, free: Sequence[int], stage: str, cuts: Iterable[Iterable[Cut]]) -> str:
     """The ways out in words, or that there are none."""
     layouts, smaller = list(_nearest_fit(plan, min(free))), _cut(plan, free, cuts)
-    ways = [*layouts, *smaller][:WAYS]
+    spread = list(_spread_text(plan, min(free))) if stage == "encode" and not layouts else []
+    ways = [*layouts, *spread, *smaller][:WAYS]
     begin = "the nearest that fits is " if layouts else "what fits is "
     told = [begin + "; or ".join(ways)] if ways else []
     if layouts:
@@ -77,6 +81,13 @@ def _nearest_fit(plan: Plan, free: int) -> Iterator[str]:
                 more = f"--gpus {ranks} " if ranks != world else ""
                 yield f"{more}{layout.overrides()}, {peak / GIB:.1f} GiB"
                 return
+
+
+def _spread_text(plan: Plan, free: int) -> Iterator[str]:
+    """The text encoder over the same ranks, else the fewest more, where rank 0 alone has it. At most one."""
+    if not plan.encode.spread:
+        other = replace(plan, encode=EncodePlan("tp"))
+        yield from (f"encode=tp {way}" for way in _nearest_fit(other, free))
 
 
 def _peak(plan: Plan, layout: Layout) -> int | None:

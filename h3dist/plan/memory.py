@@ -5,13 +5,17 @@ It is an estimate, made to refuse what cannot run: it counts the tensors that on
 widest point, not the allocator's fragments.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from h3dist.checkpoint.text_names import RELEASED, TextDims
+from h3dist.conditions import Condition
 from h3dist.geometry import CHUNK_FRAMES, Geometry
 from h3dist.plan.gemm import working_bytes
 from h3dist.plan.layout import length
 from h3dist.plan.slots import slot_bytes
+from h3dist.plan.text_memory import alone_bytes
 from h3dist.plan.traffic import Work
 from h3dist.plan.weights import (
     F32,
@@ -24,6 +28,7 @@ from h3dist.plan.weights import (
 )
 
 if TYPE_CHECKING:
+    from h3dist.checkpoint.text_shard import TextStored
     from h3dist.plan.plan import Share
 
 STAGES = ("encode", "refine", "denoise", "decode")
@@ -42,6 +47,12 @@ class Stored:
     audio_vae: int = 0
     gemm: str = "dense"  # how those linears are multiplied: see `gemm`
     resident_blocks: int | None = None  # on the device at a time, the others in the host's memory; None: all
+    text: "TextStored | None" = None  # the text encoder's file by its parts, where it is at hand
+
+    @property
+    def text_dims(self) -> TextDims:
+        """The text encoder's sizes; without a file the released ones."""
+        return self.text.dims if self.text else RELEASED
 
 
 def weight_bytes(work: Work, stored: Stored, share: "Share") -> int:
@@ -87,13 +98,14 @@ def estimate(work: Work, stored: Stored, share: "Share", geometry: Geometry) -> 
     nothing.
 
     The text encoder and the refiner leave before the denoiser is loaded; the denoiser stays while rank 0
-    decodes.
+    decodes. Where the text encoder is spread over ranks `encode` says what they need.
     """
     states = work.text_rows * work.dims.text_dim * F32
     picture = geometry.width * geometry.height * 3 * CHUNK_FRAMES * F32
     vaes = stored.video_vae + stored.audio_vae
     first = share.rank % work.layout.ranks == 0
-    read = max(stored.text_encoder, encoding_bytes(work, stored))
+    text = stored.text_encoder and stored.text_encoder + alone_bytes(stored.text_dims, work.text_rows, work.shown_rows)
+    read = max(text, encoding_bytes(work.conditions, stored))
     return {
         "encode": stored.reserve + first * (read + states),
         "refine": stored.reserve + first * (F32 * refiner_weights(work.dims) + states),
@@ -102,7 +114,7 @@ def estimate(work: Work, stored: Stored, share: "Share", geometry: Geometry) -> 
     }
 
 
-def encoding_bytes(work: Work, stored: Stored) -> int:
+def encoding_bytes(conditions: Sequence[Condition], stored: Stored) -> int:
     """What the VAEs take to encode the conditions, after the text encoder has left; one VAE at a time."""
-    video = any(condition.frames for condition in work.conditions) * (stored.video_vae + ENCODED_TILE)
-    return max(video, any(condition.samples for condition in work.conditions) * stored.audio_vae)
+    video = any(condition.frames for condition in conditions) * (stored.video_vae + ENCODED_TILE)
+    return max(video, any(condition.samples for condition in conditions) * stored.audio_vae)

@@ -13,6 +13,7 @@ from h3dist.conditions import Condition, kept_shapes
 from h3dist.errors import ConfigError, nearest
 from h3dist.geometry import Geometry
 from h3dist.plan.decode import DecodePlan, with_decode
+from h3dist.plan.encode import EncodePlan, with_encode
 from h3dist.plan.exchange import PLAIN, ExchangePlan
 from h3dist.plan.gemm import resident_bytes
 from h3dist.plan.layout import Layout, Span, ffn_split, length, split_heads, split_rows
@@ -22,6 +23,7 @@ from h3dist.plan.weights import bytes_per_weight, file_bytes, linear_weights, pa
 
 if TYPE_CHECKING:
     from h3dist.checkpoint.comfy import DenoiserDims, DenoiserFile
+    from h3dist.checkpoint.text_shard import TextStored
     from h3dist.request import Resolved
 
 
@@ -41,6 +43,7 @@ class Share:
     projected_heads: Span  # the heads that I project them to: those of my tp share, or mine
     file_bytes: int = 0  # asked of the denoiser's file
     weight_bytes: int = 0  # of the denoiser, kept in memory
+    text_bytes: int = 0  # asked of the text encoder's file
     sent: dict[str, int] = field(default_factory=dict)  # bytes to other ranks in the whole run, by collective
 
 
@@ -53,12 +56,14 @@ class Plan:
     dims: "DenoiserDims"
     geometry: Geometry
     text_rows: int  # L
+    shown_rows: int  # of them, tokens of pictures
     conditions: tuple[Condition, ...]  # keyframes, then references
     rows: int  # S: text, conditions, sound and video
     chunk: int  # rows of every rank but the last ones
     steps: int  # evaluations of the model
     dtype: str
     attention: str
+    encode: EncodePlan
     decode: DecodePlan
     exchange: ExchangePlan  # as asked for, whatever the layout
     fp4: int  # linears computed in FP4, all blocks together
@@ -125,6 +130,9 @@ def make_plan(
     exchange: ExchangePlan = PLAIN,
     gemm: str | None = None,
     resident_blocks: int | None = None,
+    text: "TextStored | None" = None,
+    shown_rows: int = 0,
+    encode: str = "rank0",
     decode: str = "rank0",
     device: str = "cuda",
 ) -> Plan:
@@ -136,7 +144,9 @@ def make_plan(
     bytes of "text_encoder", "video_vae" and "audio_vae" where known; `reserve` is what a process takes before
     anything of ours, in bytes; `exchange` says how heads move over sp; `gemm` how linears are multiplied, by default as
     `fp4` says; `resident_blocks` how many are on the device at a time (None: all); `decode` where the clip is decoded,
-    "auto" if that is the plan's to decide, and `device` on what kind of devices. Raises PlanError and ConfigError.
+    "auto" if that is the plan's to decide, and `device` on what kind of devices; `encode` where the text is encoded,
+    rank0 or tp; `text` the text encoder's file by its parts; `shown_rows` of the text are tokens of pictures. Raises
+    PlanError and ConfigError.
     """
     if dtype not in ELEMENT_BYTES:
         raise ConfigError(f"runtime.dtype={dtype!r}{nearest(dtype, ELEMENT_BYTES)}; use {' or '.join(ELEMENT_BYTES)}")
@@ -144,10 +154,12 @@ def make_plan(
     kept_rows = sum(condition.video_rows + condition.audio_rows for condition in conditions)
     rows = text_rows + kept_rows + geometry.audio_rows + geometry.video_rows
     packed = packed_inputs(dims, dfile) if fp4 and exchange.rows == "packed" else (0, 0)
-    work = Work(dims, layout, rows, text_rows, steps, ELEMENT_BYTES[dtype], amax, conditions, exchange, packed)
+    work = Work(
+        dims, layout, rows, text_rows, steps, ELEMENT_BYTES[dtype], amax, conditions, exchange, packed, shown_rows
+    )
     gemm = gemm or ("nvfp4" if fp4 else "dense")
     held = resident_bytes(gemm, dims, bytes_per_weight(dims, dfile))
-    stored = Stored(held, reserve, **(files or {}), gemm=gemm, resident_blocks=resident_blocks)
+    stored = Stored(held, reserve, **(files or {}), gemm=gemm, resident_blocks=resident_blocks, text=text)
     shares = tuple(_ask(_fill(share, work, stored), work, dfile) for share in split(work))
     plan = Plan(
         layout=layout,
@@ -155,12 +167,14 @@ def make_plan(
         dims=dims,
         geometry=geometry,
         text_rows=text_rows,
+        shown_rows=shown_rows,
         conditions=conditions,
         rows=rows,
         chunk=work.chunk,
         steps=steps,
         dtype=dtype,
         attention=attention,
+        encode=EncodePlan(encode),
         decode=DecodePlan(decode, device),
         exchange=exchange,
         fp4=fp4,
@@ -177,7 +191,7 @@ def make_plan(
         ),
         reasons=_reasons(mode, layout, shares),
     )
-    return with_decode(plan)
+    return with_decode(with_encode(plan))
 
 
 def split(work: Work) -> tuple[Share, ...]:
@@ -213,11 +227,12 @@ def relayout(plan: Plan, layout: Layout) -> Plan:
         plan.conditions,
         plan.exchange,
         plan.packed,
+        plan.shown_rows,
     )
     shares = tuple(_fill(share, work, plan.stored) for share in split(work))
     memory = tuple(estimate(work, plan.stored, share, plan.geometry) for share in shares)
     parts = {"shares": shares, "memory": memory, "reasons": ()}
-    return with_decode(replace(plan, layout=layout, mode=layout.mode, chunk=work.chunk, **parts))
+    return with_decode(with_encode(replace(plan, layout=layout, mode=layout.mode, chunk=work.chunk, **parts)))
 
 
 def _fill(share: Share, work: Work, stored: Stored) -> Share:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from h3dist.conditions import kept_shapes
 from h3dist.geometry import AUDIO_RATE
 from h3dist.plan.decode import DECODE_LABELS
+from h3dist.plan.encode import ENCODE_LABELS
 from h3dist.plan.exchange import PLAIN
 from h3dist.plan.traffic import FLOAT, LABELS
 
@@ -40,10 +41,11 @@ def table(plan: "Plan") -> str:
         _columns(("rank", "rows", "heads", "of held", "ffn", "from file", "weights"), holds),
         "sent in the whole run, by collective",
         _columns(("rank", *used, "all"), sends),
+        _encode(plan),
         _decode(plan),
         "memory by stage, estimated",
         _columns(("rank", *stages, "peak"), needs),
-        "\n".join(f"- {line}" for line in (*plan.reasons, plan.decode.text(), *plan.notes)),
+        "\n".join(f"- {line}" for line in (*plan.reasons, plan.encode.told(), plan.decode.text(), *plan.notes)),
         f"plan {plan.digest[:12]}",
     ]
     return "\n".join(part for part in parts if part)
@@ -79,6 +81,22 @@ def _conditions(plan: "Plan") -> str:
         sizes = str(item.frames), seconds, str(rows), str(item.audio_rows), size(FLOAT * count)
         lines.append((item.kind, frame, pixels, *sizes))
     return _columns(titles, lines) if lines else ""
+
+
+def _encode(plan: "Plan") -> str:
+    """A line for each rank that the text encoder is spread over: what it holds and reads of it, and sends."""
+    if not plan.encode.spread:
+        return ""
+    lines = [
+        [
+            str(rank),
+            *(f"{a}..{b}" for a, b in (part.heads, part.ffn)),
+            size(share.text_bytes),
+            *(size(share.sent[n]) for n in ENCODE_LABELS),
+        ]
+        for rank, (part, share) in enumerate(zip(plan.encode.shares, plan.shares, strict=True))
+    ]
+    return _columns(("rank", "text heads", "ffn", "from file", *ENCODE_LABELS), lines)
 
 
 def _decode(plan: "Plan") -> str:

@@ -68,6 +68,7 @@ class Work:
     conditions: tuple[Condition, ...] = ()
     exchange: ExchangePlan = PLAIN
     packed: tuple[int, int] = (0, 0)  # blocks whose QKV, and whose fc1, take packed rows
+    shown_rows: int = 0  # of the L, tokens of pictures
 
     @property
     def hidden(self) -> bool:

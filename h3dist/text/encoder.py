@@ -6,14 +6,16 @@ Shapes: L rows of text, C hidden.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from h3dist.checkpoint.comfy import StateFile
+from h3dist.checkpoint.slices import Slice
+from h3dist.checkpoint.storage import ALL
 from h3dist.checkpoint.text_names import LAYERS
 from h3dist.errors import CheckpointError, ConfigError, NumericsError
 from h3dist.text.layers import StoredEmbedding, StoredLinear
@@ -25,6 +27,8 @@ from h3dist.vae.exact import exact_convolutions
 if TYPE_CHECKING:
     from transformers import Qwen3VLModel
 
+M = TypeVar("M", bound=nn.Module)
+EMBEDDING = "model.embed_tokens"
 VISION_INPUTS = {  # pad -> token type, and transformers' names of patches and grids
     "image": (1, "pixel_values", "image_grid_thw"),
     "video": (2, "pixel_values_videos", "video_grid_thw"),
@@ -39,17 +43,25 @@ class TextEncoder:
         self._device = device
 
     @classmethod
-    def load(cls, state: StateFile, config: str | None, device: torch.device | str) -> "TextEncoder":
+    def load(
+        cls, state: StateFile, config: str | None, device: torch.device | str, decoder: nn.Module | None = None
+    ) -> "TextEncoder":
         """Reads every tensor of the file onto `device`: matrices as they are stored, the rest as float32.
 
         `config` is the path of the Hugging Face config.json that the file was opened with, None for the
-        released model. Raises ConfigError for one that is no Qwen3-VL's, CheckpointError for damaged scales.
+        released model. With `decoder` in the place of the decoder layers, these are not read. Raises ConfigError for
+        one that is no Qwen3-VL's, CheckpointError for damaged scales.
         """
-        model = skeleton(_read_config(config))
-        _store_layers(model, state, device)
-        plain = {name: state.tensor(file_name(name)).to(device, torch.float32) for name in model.state_dict()}
-        model.load_state_dict(plain, assign=True)
-        return cls(model.to(device).requires_grad_(False).eval(), torch.device(device))
+        model = skeleton(read_config(config))
+        if decoder is not None:
+            decoder.embed_tokens = model.language_model.embed_tokens
+            model.set_submodule("language_model", decoder)
+        for name, module in list(model.named_modules()):
+            if isinstance(module, nn.Linear):
+                model.set_submodule(name, stored_linear(state, file_name(name), device))
+        table = StoredEmbedding(state.linear(EMBEDDING).to(device))
+        model.set_submodule("language_model.embed_tokens", table)
+        return cls(with_plain(model, state, file_name, device), torch.device(device))
 
     @torch.no_grad()
     def encode(self, presentation: Presentation, vision: Mapping[str, Vision] | None = None) -> tuple[Tensor, Tensor]:
@@ -69,9 +81,7 @@ class TextEncoder:
         shown = self._vision_inputs(ids_1L, vision) if vision else {}
         with exact_convolutions():  # the vision tower's patches
             states_LC = self.model(input_ids=ids_1L, use_cache=False, **shown).last_hidden_state[0]
-        if not bool(torch.isfinite(states_LC).all()):
-            raise NumericsError("the text encoder's hidden states are NaN or infinite")
-        return states_LC, torch.tensor(presentation.tags, dtype=torch.int64)
+        return finite(states_LC), torch.tensor(presentation.tags, dtype=torch.int64)
 
     def _vision_inputs(self, ids_1L: Tensor, vision: Mapping[str, Vision]) -> dict[str, Tensor]:
         """transformers' own names: patches and grids, and the type of each token (1 image, 2 video) for mRoPE."""
@@ -100,7 +110,15 @@ class TextEncoder:
             torch.cuda.empty_cache()
 
 
-def _read_config(path: str | None) -> dict[str, Any]:
+def finite(states_LC: Tensor) -> Tensor:
+    """The states themselves. Raises NumericsError for NaN or infinity."""
+    if not bool(torch.isfinite(states_LC).all()):
+        raise NumericsError("the text encoder's hidden states are NaN or infinite")
+    return states_LC
+
+
+def read_config(path: str | None) -> dict[str, Any]:
+    """The Hugging Face config of the file at `path`, the released one for None. Raises ConfigError."""
     if path is None:
         return RELEASED_CONFIG
     try:
@@ -128,15 +146,20 @@ def skeleton(config: dict[str, Any]) -> "Qwen3VLModel":
     return model
 
 
-def _store_layers(model: "Qwen3VLModel", state: StateFile, device: torch.device | str) -> None:
-    """Puts layers over stored weights in the place of every linear and of the language model's embedding."""
-    for name, module in list(model.named_modules()):
-        layer = file_name(name)
-        if isinstance(module, nn.Linear):
-            bias = None if module.bias is None else state.tensor(f"{layer}.bias").to(device, torch.float32)
-            model.set_submodule(name, StoredLinear(state.linear(layer).to(device), bias))
-        elif module is model.language_model.embed_tokens:
-            model.set_submodule(name, StoredEmbedding(state.linear(layer).to(device)))
+def stored_linear(state: StateFile, layer: str, device: torch.device | str, cut: Slice = ALL) -> StoredLinear:
+    """A linear over the stored weight of `layer`, or over a cut of its rows. Raises CheckpointError."""
+    bias = None
+    if f"{layer}.bias" in state.table:
+        assert cut is ALL, layer
+        bias = state.tensor(f"{layer}.bias").to(device, torch.float32)
+    return StoredLinear(state.linear(layer, cut).to(device), bias)
+
+
+def with_plain(model: M, state: StateFile, named: Callable[[str], str], device: torch.device | str) -> M:
+    """The model with what is no matrix read as float32, ready to run; `named` gives the file's name of a tensor."""
+    plain = {name: state.tensor(named(name)).to(device, torch.float32) for name in model.state_dict()}
+    model.load_state_dict(plain, assign=True)
+    return model.to(device).requires_grad_(False).eval()
 
 
 def file_name(name: str) -> str:

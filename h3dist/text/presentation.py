@@ -68,6 +68,11 @@ def vision_rows(conditions: Sequence[Condition], contract: str) -> int:
     return sum(piece.tokens + 2 for piece in pieces("", conditions, contract) if isinstance(piece, VisionBlock))
 
 
+def shown_rows(conditions: Sequence[Condition], contract: str) -> int:
+    """How many rows of a presentation are tokens of the vision tower."""
+    return sum(piece.tokens for piece in pieces("", conditions, contract) if isinstance(piece, VisionBlock))
+
+
 def present(found: Sequence[Piece], encode: Callable[[str], list[int]]) -> Presentation:
     """The pieces as tokens; `encode` gives the ids of a text, of special tokens too, and of nothing else.
 
