@@ -1,12 +1,14 @@
 """What makes decoding fast on one device: ours beside diffusers' own, and tiles done otherwise, in one process.
 
-    python benchmarks/decode_gpu.py [--shape 1344x768x124] [--batches 1,2,4,8] [--repeats 3] [--json FILE]
+    python benchmarks/decode_gpu.py [--shape 1344x768x39] [--batches 1,2,4,7,8] [--ways REGEX] [--json FILE]
+    python benchmarks/decode_gpu.py --whole [--json FILE]                  # whole clips of 124 frames, no ways
     python benchmarks/decode_gpu.py --device cpu --tiny --no-compile       # does it run: a small VAE, some seconds
 
-Random weights of the released size, shared by both. Whole clips: diffusers' AutoencoderKLMiniMaxH3.decode, ours until
-frames are blended, ours until they are bytes on the host. Then all tiles of the clip as batches of several sizes (the
-last one padded), in float16 and float32, channels last, compiled: seconds, against one tile a call, the largest
-relative error of a tile against that, peak memory. A variant that fails is told as such and the others go on.
+Random weights of the released size, shared by all. First the kernels of one plain tile; then whole clips: diffusers'
+AutoencoderKLMiniMaxH3.decode and ours until frames are bytes on the host; then some tiles of the clip in several ways
+(`decode_ways.py`). Each row is printed as soon as it is there: milliseconds of a tile or seconds of a clip, what it
+gains, how far its frames are from the plain way's, what the first call took (a compilation is in it), peak memory. A
+way that fails is told as such and the others go on; after --seconds those that are left are told as skipped.
 """
 
 import argparse
@@ -14,10 +16,8 @@ import json
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from datetime import date
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -26,60 +26,50 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
+from benchmarks.decode_ways import Way, all_ways, autocast, chosen, eager
 from benchmarks.random_vaes import TINY, random_video_vae, video_settings
 from h3dist.bench.spec import parse_shape
 from h3dist.provenance import commit, versions_of
-from h3dist.tiles import HEAD, TAIL, Cuts, cut_video
+from h3dist.tiles import cut_video
 from h3dist.vae import VideoVae
-from h3dist.vae.blend import blend
 
-TINY_SHAPE = "64x64x39"  # two tiles, small ones
-
-
-@dataclass(frozen=True)
-class Variant:
-    """A way to do tiles."""
-
-    batch: int = 1
-    half: bool = True  # float16 autocast
-    channels_last: bool = False
-    compiled: bool = False
-
-    def __str__(self) -> str:
-        parts = ("float16" if self.half else "float32",)
-        parts += ("channels last",) * self.channels_last + ("compiled",) * self.compiled
-        return f"batch {self.batch}, {', '.join(parts)}"
+BEGUN = time.monotonic()
+TINY_SHAPE, WAYS_SHAPE, WHOLE_SHAPE = "64x64x39", "1344x768x39", "1344x768x124"
+KERNELS = 20  # that the profile names
 
 
 @dataclass(frozen=True)
 class Row:
-    """What one way took. `error` is relative, in the 2-norm, the largest of any tile looked at."""
+    """What one way took: seconds of a clip, or of a tile. `error` is relative, in the 2-norm, the largest of any
+    tile looked at; `first` seconds of the first call; `failed` why there are no figures."""
 
     name: str
-    seconds: float | None
-    error: float | None
-    peak_memory: int | None
+    unit: str  # "clip" or "tile"
+    seconds: float | None = None
+    error: float | None = None
+    equal: bool | None = None  # to the last bit
+    first: float | None = None
+    peak_memory: int | None = None
     failed: str | None = None
 
 
 def main(words: list[str] | None = None) -> int:
-    """All ways, as a table and as JSON."""
+    """All of it, row by row, and as JSON."""
     args = arguments(words)
     device = torch.device(args.device)
     torch.manual_seed(0)
     settings = video_settings(**(TINY if args.tiny else {}))
     vae = random_video_vae(settings, device)
-    clip = parse_shape(TINY_SHAPE if args.tiny else args.shape)
+    shape = args.shape or (TINY_SHAPE if args.tiny else WHOLE_SHAPE if args.whole else WAYS_SHAPE)
+    clip = parse_shape(shape)
     latents = torch.randn(1, 24, clip.latent_t, clip.latent_h, clip.latent_w, device=device)
-    cuts = cut_video(*latents.shape[2:])
-    rows = [
-        *clips(vae, settings, latents, cuts, args.repeats),
-        *tiles(vae, latents, cuts, variants(args), args.repeats),
-    ]
-    show(rows)
+    print(f"{shape} on {made(device)}, ready after {time.monotonic() - BEGUN:.0f} s", flush=True)
+    stacked = stack(vae, latents, args.tiles)
+    kernels = [] if args.whole or device.type == "cpu" else profile(eager(vae, stacked[:1]), stacked[:1])
+    rows = list(shown(measured(vae, settings, latents, stacked, args)))
     if args.json:
-        told = {"shape": args.shape, "tiny": args.tiny, "rows": [asdict(row) for row in rows], **made(device)}
-        args.json.write_text(json.dumps(told, indent=1) + "\n")
+        told = {"shape": shape, "tiny": args.tiny, "rows": [asdict(row) for row in rows], "kernels": kernels}
+        args.json.write_text(json.dumps(told | made(device), indent=1) + "\n")
     return 0
 
 
@@ -87,40 +77,44 @@ def arguments(words: list[str] | None) -> argparse.Namespace:
     """What was asked for."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--shape", default="1344x768x124")
-    parser.add_argument("--batches", default="1,2,4,8")
+    parser.add_argument("--shape")
+    parser.add_argument("--whole", action="store_true", help="whole clips alone")
+    parser.add_argument("--batches", default="1,2,4,7,8")
+    parser.add_argument("--ways", default="", help="a regular expression: only these, and the plain one")
+    parser.add_argument("--tiles", type=int, default=16, help="that a way does at least")
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--seconds", type=float, default=85, help="after which no other way is begun")
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=True)
+    parser.add_argument("--compile-whole", action="store_true", help="the whole decoder too: minutes")
     parser.add_argument("--json", type=Path)
     return parser.parse_args(words)
 
 
-def variants(args: argparse.Namespace) -> list[Variant]:
-    """Each batch in the plain way, and the other ways at the smallest and at the largest."""
-    batches = list(map(int, args.batches.split(",")))
-    ends = sorted({batches[0], batches[-1]})
-    found = [Variant(batch) for batch in batches] + [Variant(batch, half=False) for batch in ends]
-    found += [Variant(batch, channels_last=True) for batch in ends]
-    return found + [Variant(batch, compiled=True) for batch in batches] * args.compile
+def measured(
+    vae: VideoVae, settings: dict[str, Any], latents: Tensor, stacked: Tensor, args: argparse.Namespace
+) -> Iterator[Row]:
+    """Every row in turn."""
+    yield from clips(vae, settings, latents, args.repeats if args.whole else 1)
+    if not args.whole:
+        batches = list(map(int, args.batches.split(",")))
+        cuda = vae.device.type == "cuda"
+        ways = all_ways(batches, cuda=cuda, compiled=args.compile, whole=args.compile_whole)
+        yield from tiles(vae, stacked, chosen(ways, args.ways), args)
 
 
-def clips(vae: VideoVae, settings: dict[str, Any], latents: Tensor, cuts: Cuts, repeats: int) -> Iterator[Row]:
-    """Whole clips: theirs, and ours to frames and to bytes on the host."""
+def clips(vae: VideoVae, settings: dict[str, Any], latents: Tensor, repeats: int) -> Iterator[Row]:
+    """Whole clips: diffusers', under autocast and as its pipelines call it, and ours to bytes on the host."""
     restored = vae.statistics.restore(latents)
     theirs = diffusers_model(vae, settings)
 
-    def ours() -> Tensor:
-        return torch.cat(list(blend((vae.decode_job(restored, job) for job in cuts.jobs()), cuts)), dim=1)
+    def of_diffusers(cast: bool) -> Tensor:
+        with torch.no_grad(), autocast(vae, cast):
+            return theirs.decode(restored, return_dict=False)[0][0]
 
-    def of_diffusers() -> Tensor:
-        with torch.no_grad(), vae._autocast():
-            return theirs.decode(restored, return_dict=False)[0][0].float()
-
-    wanted = ours()
-    yield timed("diffusers, whole clip", of_diffusers, repeats, wanted)
-    yield timed("ours, blended", ours, repeats, wanted)
-    yield timed("ours, frames on the host", lambda: torch.cat(list(vae.decode(latents))), repeats, None)
+    yield clip_row("diffusers, autocast", lambda: of_diffusers(True), repeats)
+    yield clip_row("diffusers, no autocast", lambda: of_diffusers(False), repeats)
+    yield clip_row("ours, frames on the host", lambda: [len(frames) for frames in vae.decode(latents)], repeats)
 
 
 def diffusers_model(vae: VideoVae, settings: dict[str, Any]) -> Any:
@@ -134,89 +128,132 @@ def diffusers_model(vae: VideoVae, settings: dict[str, Any]) -> Any:
     return model.eval()
 
 
-def tiles(vae: VideoVae, latents: Tensor, cuts: Cuts, ways: list[Variant], repeats: int) -> Iterator[Row]:
-    """All tiles of the clip, as the ways do them."""
+def clip_row(name: str, work: Callable[[], Any], repeats: int) -> Row:
+    """The least of `repeats` whole clips after a first one."""
+    try:
+        forget_peak()
+        first = clock(work)
+        return Row(name, "clip", min(clock(work) for _ in range(repeats)), first=first, peak_memory=peak())
+    except Exception as error:
+        return Row(name, "clip", failed=told(error))
+
+
+def stack(vae: VideoVae, latents: Tensor, count: int) -> Tensor:
+    """The first tiles of the clip, over again where it has fewer: [count or more, 24, 7, y, x]."""
     restored = vae.statistics.restore(latents)
-    stacked = torch.cat(
-        [restored[:, :, list(job.latents), slice(*job.rows), slice(*job.cols)] for job in cuts.jobs()]
-    )  # [tiles, 24, 7, y, x]
-    wanted = decode_tiles(vae, stacked[:1], Variant(half=vae.device.type == "cuda"))
+    jobs = list(cut_video(*latents.shape[2:]).jobs())
+    picked = [jobs[index % len(jobs)] for index in range(max(count, 8))]
+    return torch.cat([restored[:, :, list(job.latents), slice(*job.rows), slice(*job.cols)] for job in picked])
+
+
+def tiles(vae: VideoVae, stacked: Tensor, ways: list[Way], args: argparse.Namespace) -> Iterator[Row]:
+    """A row for each way."""
+    most, plain = max(way.batch for way in ways), eager(vae, stacked[:1])
+    wanted = torch.cat([plain(stacked[index : index + 1]) for index in range(min(most, len(stacked)))])
     for way in ways:
-        yield timed(str(way), lambda way=way: decode_tiles(vae, stacked, way), repeats, wanted)
+        if time.monotonic() - BEGUN > args.seconds:
+            yield Row(str(way), "tile", failed=f"skipped, {args.seconds:.0f} s are over")
+        else:
+            yield tile_row(vae, stacked, way, wanted, args.repeats)
 
 
-def decode_tiles(vae: VideoVae, stacked: Tensor, way: Variant) -> Tensor:
-    """The first tile's frames, after all were decoded."""
-    decoder, first = vae.parts["decoder"], vae.parts["post_quant_conv"]
-    if way.compiled:
-        decoder = compiled(decoder)
-    kept = None
-    autocast = torch.autocast(vae.device.type, torch.float16, enabled=way.half)
-    weights = nullcontext() if way.half or vae.device.type == "cpu" else single_precision(vae)
-    with torch.no_grad(), weights:
-        for batch in stacked.split(way.batch):
-            padded = torch.cat([batch, *[batch[-1:]] * (way.batch - len(batch))]).to(first.weight.dtype)
-            if way.channels_last:
-                padded = padded.contiguous(memory_format=torch.channels_last_3d)
-            with autocast:
-                raw = decoder(first(padded))
-            kept = torch.cat([raw[0, :, HEAD], raw[0, :, TAIL]], dim=1) if kept is None else kept
-    return kept.float()
-
-
-@cache
-def compiled(decoder: torch.nn.Module) -> Any:
-    """The decoder compiled, once."""
-    return torch.compile(decoder, dynamic=False)
-
-
-@contextmanager
-def single_precision(vae: VideoVae) -> Iterator[None]:
-    """The decoder's weights as float32 while it lasts, then as they were."""
-    kept = {name: parameter.data for name, parameter in vae.parts.named_parameters()}
-    vae.parts.float()
+def tile_row(vae: VideoVae, stacked: Tensor, way: Way, wanted: Tensor, repeats: int) -> Row:
+    """Whole batches, as many as make up the tiles: nothing is padded."""
+    batches = [batch for batch in stacked.split(way.batch) if len(batch) == way.batch]
     try:
-        yield
-    finally:
-        for name, parameter in vae.parts.named_parameters():
-            parameter.data = kept[name]
-
-
-def timed(name: str, work: Callable[[], Tensor], repeats: int, wanted: Tensor | None) -> Row:
-    """The least of `repeats` runs after one that warms up."""
-    cuda = torch.cuda.is_available()
-    try:
-        if cuda:
-            torch.cuda.reset_peak_memory_stats()
-        given = work()
-        seconds = [clock(work) for _ in range(repeats)]
+        forget_peak()
+        begun = time.perf_counter()
+        call = way.make(vae, batches[0])
+        given = call(batches[0])
+        synchronise()
+        first = time.perf_counter() - begun
+        error, equal = compared(given, wanted[: way.batch])
+        del given
+        seconds = min(clock(lambda: [call(batch) is None for batch in batches]) for _ in range(repeats))
+        return Row(str(way), "tile", seconds / len(batches) / way.batch, error, equal, first, peak())
     except Exception as error:  # out of memory, no compiler: the other ways still count
-        return Row(name, None, None, None, f"{type(error).__name__}: {str(error).splitlines()[0][:100]}")
-    error = None if wanted is None else ((given - wanted).norm() / wanted.norm()).item()
-    return Row(name, min(seconds), error, torch.cuda.max_memory_allocated() if cuda else None)
+        return Row(str(way), "tile", failed=told(error))
+
+
+def compared(given: Tensor, wanted: Tensor) -> tuple[float, bool]:
+    """The largest relative error of a tile, in the 2-norm, NaN where one is not finite; and whether all bits agree."""
+    given, wanted = given.float().flatten(1), wanted.float().flatten(1)
+    errors = (given - wanted).norm(dim=1) / wanted.norm(dim=1)
+    return errors.max().item(), torch.equal(given, wanted)
+
+
+def profile(call: Callable[[Tensor], Tensor], latents: Tensor) -> list[dict[str, Any]]:
+    """The longest kernels of one call, printed: name, calls, milliseconds in all."""
+    from torch.profiler import ProfilerActivity
+    from torch.profiler import profile as watch
+
+    call(latents)
+    synchronise()
+    with watch(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as seen:
+        call(latents)
+        synchronise()
+    events = [event for event in seen.key_averages() if event.device_type == torch.autograd.DeviceType.CUDA]
+    found = [{"name": event.key, "calls": event.count, "ms": event.self_device_time_total / 1e3} for event in events]
+    found.sort(key=lambda kernel: -kernel["ms"])
+    print(f"\none plain tile: {sum(kernel['ms'] for kernel in found):.1f} ms of kernels\n| kernel | calls | ms |")
+    print("|---|---|---|")
+    for kernel in found[:KERNELS]:
+        print(f"| {kernel['name'][:90]} | {kernel['calls']} | {kernel['ms']:.2f} |")
+    return found[: 2 * KERNELS]
 
 
 def clock(work: Callable[[], Any]) -> float:
     """Seconds of one run."""
+    synchronise()
     begun = time.perf_counter()
     work()
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
+    synchronise()
     return time.perf_counter() - begun
 
 
-def show(rows: list[Row]) -> None:
-    """A Markdown table."""
-    plain = next((row.seconds for row in rows if row.name.startswith("batch 1") and row.seconds), None)
-    print("| way | seconds | against one tile a call | relative error | peak memory |\n|---|---|---|---|---|")
+def synchronise() -> None:
+    """Wait for the device, if there is one."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def forget_peak() -> None:
+    """Peak memory is counted from here."""
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+
+
+def peak() -> int | None:
+    """Bytes."""
+    return torch.cuda.max_memory_allocated() if torch.cuda.is_available() else None
+
+
+def told(error: Exception) -> str:
+    """One line of it."""
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:120]}"
+
+
+def shown(rows: Iterator[Row]) -> Iterator[Row]:
+    """The same rows, each printed as it comes; gains are against the first row of its unit."""
+    head = ["way", "seconds", "gain", "relative error", "equal bits", "first call", "peak memory", "after"]
+    print(f"\n| {' | '.join(head)} |\n|{'---|' * len(head)}", flush=True)
+    plain: dict[str, float] = {}
     for row in rows:
-        if row.seconds is None:
-            print(f"| {row.name} | failed: {row.failed} | | | |")
-            continue
-        error = "" if row.error is None else f"{row.error:.1e}"
-        memory = "" if row.peak_memory is None else f"{row.peak_memory / 1e9:.1f} GB"
-        ratio = f"{plain / row.seconds:.2f}" if plain else ""
-        print(f"| {row.name} | {row.seconds:.3f} | {ratio} | {error} | {memory} |")
+        print(f"| {' | '.join(cells(row, plain))} | {time.monotonic() - BEGUN:.0f} s |", flush=True)
+        yield row
+
+
+def cells(row: Row, plain: dict[str, float]) -> list[str]:
+    """A row as words."""
+    if row.seconds is None:
+        return [row.name, row.failed or "", "", "", "", "", ""]
+    against = plain.setdefault(row.unit, row.seconds)
+    time_ = f"{row.seconds:.3f} s a clip" if row.unit == "clip" else f"{1e3 * row.seconds:.2f} ms a tile"
+    error = "" if row.error is None else f"{row.error:.1e}"
+    equal = "" if row.equal is None else ("yes" if row.equal else "no")
+    memory = "" if row.peak_memory is None else f"{row.peak_memory / 1e9:.1f} GB"
+    return [row.name, time_, f"{against / row.seconds:.2f}", error, equal, f"{row.first:.2f} s", memory]
 
 
 def made(device: torch.device) -> dict[str, Any]:

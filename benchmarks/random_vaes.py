@@ -21,8 +21,14 @@ def video_settings(**changes: Any) -> dict[str, Any]:
 
 
 def random_video_vae(settings: dict[str, Any], device: torch.device) -> VideoVae:
-    """The decoder of a video VAE."""
-    return VideoVae.from_state(_noise(_build(settings, _wanted(False, True)), device), settings, device)
+    """The decoder of a video VAE; its norms keep sizes and every layer adds to the sum, so that errors show."""
+    state = _noise(_build(settings, _wanted(False, True)), device)
+    for name, tensor in state.items():
+        if "norm" in name and name.endswith("weight"):
+            tensor += 1
+        if name.endswith(("scale1", "scale2")):
+            tensor += 0.3
+    return VideoVae.from_state(state, settings, device)
 
 
 def random_audio_vae(device: torch.device) -> AudioVae:
