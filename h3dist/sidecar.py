@@ -27,7 +27,8 @@ class RankReport:
     memory, and the seconds until its part of the decoding was done.
 
     rounding: where heads move as codes, sums of squares by kind: of the errors, and of the values. attention: the
-    backend, rank 0's choice of kernel, and how far its first call was from exact attention, of any rank.
+    backend, rank 0's choice of kernel, and how far its first call was from exact attention, of any rank. transport:
+    by what heads moved, and why not by copies where those were asked for.
     """
 
     device: str
@@ -38,6 +39,7 @@ class RankReport:
     rounding: dict[str, tuple[float, float]] = field(default_factory=dict)
     attention: dict[str, Any] = field(default_factory=dict)
     text_bytes: int = 0
+    transport: str = "collective"
 
 
 def report_of(site: Site, read: tuple[int, int], decode_seconds: float, attention: Mapping[str, Any]) -> str:
@@ -47,7 +49,8 @@ def report_of(site: Site, read: tuple[int, int], decode_seconds: float, attentio
     """
     name = torch.cuda.get_device_name(site.device) if site.device.type == "cuda" else "cpu"
     counted = dict(site.comm.counted), read[0], site.peak_memory(), decode_seconds
-    return json.dumps(asdict(RankReport(name, *counted, site.comm.rounding.sums(), dict(attention), read[1])))
+    found = site.comm.rounding.sums(), dict(attention), read[1], site.comm.transport.told
+    return json.dumps(asdict(RankReport(name, *counted, *found)))
 
 
 def describe_run(
@@ -93,10 +96,10 @@ def describe_exchange(exchange: ExchangePlan, ranks: Sequence[RankReport]) -> di
     sums: dict[str, list[float]] = {}
     for kind, pair in (item for report in ranks for item in report.rounding.items()):
         sums[kind] = [a + b for a, b in zip(sums.get(kind, (0.0, 0.0)), pair, strict=True)]
+    told = {"how": str(exchange)} | ({"transport": ranks[0].transport} if exchange.transport != "collective" else {})
     if not sums:
-        return {"how": str(exchange), "exact": True}
-    return {
-        "how": str(exchange),
+        return told | {"exact": True}
+    return told | {
         "exact": False,
         "note": "this run is approximate: heads moved as codes; relative_error is that of its first attention",
         "relative_error": {kind: sqrt(error / value) if value else 0.0 for kind, (error, value) in sums.items()},

@@ -49,7 +49,7 @@ class Site:
     def peak_memory(self) -> int:
         """The most bytes this rank held at once: of its GPU, or resident on the host."""
         if self.device.type == "cuda":
-            return torch.cuda.max_memory_allocated(self.device)
+            return torch.cuda.max_memory_allocated(self.device) + self.comm.transport.held
         import resource
 
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

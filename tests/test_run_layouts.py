@@ -151,6 +151,8 @@ def test_codes_are_told_in_the_sidecar_as_approximate(case, world):
     assert all(1e-3 < value < 0.01 for value in told["relative_error"].values()), told
     plain = RankReport("cpu", case.single.sent, 0, 0, 0.0, rounding=case.single.rounding)
     assert describe_exchange(ExchangePlan(), [plain]) == {"how": "heads in 1 group", "exact": True}
+    asked = describe_exchange(ExchangePlan(transport="auto"), [replace(plain, transport="collective: no GPU")])
+    assert asked["exact"] and asked["transport"] == "collective: no GPU"
 
 
 def distance(got: np.ndarray, want: np.ndarray) -> float:

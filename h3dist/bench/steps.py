@@ -111,7 +111,7 @@ def run_steps(denoiser: Denoiser, plan: Plan, comm: Comm, *, seed: int = 0) -> M
         torch.cuda.reset_peak_memory_stats(device)
     before = dict(comm.counted)
     seconds, latents = _run(denoiser, plan, device, seed)
-    peak = torch.cuda.max_memory_allocated(device) if cuda else 0
+    peak = torch.cuda.max_memory_allocated(device) + comm.transport.held if cuda else 0
     sent = {label: count - before[label] for label, count in comm.counted.items()}
     return Measured(seconds, latents, _kept(denoiser.weights) if cuda else 0, peak, sent)
 

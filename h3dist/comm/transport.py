@@ -35,6 +35,11 @@ class Transport:
         self._memory: PeerMemory | None = None
         self.told = "collective"  # how heads move, and why not by copies where that was asked for
 
+    @property
+    def held(self) -> int:
+        """Bytes of memory that peers reach, which torch's allocator does not count."""
+        return self._memory.size if self._memory else 0
+
     def wire_for(self, sp: Wire, plan: Plan) -> Wire:
         """What moves the heads of `plan` in this rank's sequence group, whose own wire is `sp`. All ranks call it.
 
