@@ -1,0 +1,160 @@
+"""The decoder for several tiles a call against diffusers' modules one tile a call, and each kernel against its plain
+form. Triton's kernels run on a GPU, or on a CPU by its interpreter where triton is installed and TRITON_INTERPRET=1
+is set; the rest runs anywhere.
+"""
+
+import importlib.util
+import os
+
+import pytest
+import torch
+from torch import Tensor
+
+from h3dist.errors import MissingDependency
+from h3dist.tiles import cut_video
+from h3dist.vae import VideoVae, forms
+from h3dist.vae.fast import FastDecoder
+from h3dist.vae.forms import PLAIN, Turns
+from h3dist.vae.video import _build, _wanted
+from h3dist.vae.weights import read_config
+
+INTERPRETED = importlib.util.find_spec("triton") is not None and os.environ.get("TRITON_INTERPRET") == "1"
+KERNELS = [
+    pytest.param("cpu", marks=pytest.mark.skipif(not INTERPRETED, reason="needs triton and TRITON_INTERPRET=1")),
+    pytest.param("cuda", marks=pytest.mark.gpu),
+]
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+DTYPES = [torch.float32, torch.float16]
+SIZES = [
+    {"decoder_num_layers": 3, "decoder_num_attention_heads": 3, "decoder_attention_head_dim": 16},
+    {"decoder_num_layers": 1, "decoder_num_attention_heads": 4, "decoder_attention_head_dim": 64},
+]
+
+
+def draw(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def random_vae(size: dict[str, int], device: str) -> VideoVae:
+    """Every tensor counts: registers, biases, norms and scales are all far from what leaves things as they are."""
+    from diffusers import AutoencoderKLMiniMaxH3
+
+    settings = read_config(None, AutoencoderKLMiniMaxH3) | size
+    shapes = {name: meta.shape for name, meta in _build(settings, _wanted(False, True)).state_dict().items()}
+    state = {}
+    for seed, (name, shape) in enumerate(shapes.items()):
+        spread = shape[1:].numel() ** -0.5 if len(shape) > 1 else 0.3
+        state[name] = draw(*shape, seed=seed) * spread + (len(shape) == 1 and "bias" not in name)
+    return VideoVae.from_state(state, settings, device)
+
+
+def one_by_one(vae: VideoVae, latents: Tensor) -> Tensor:
+    """Each of the tiles [B, 24, 7, y, x] by diffusers' modules."""
+    job = next(cut_video(7, *latents.shape[3:]).jobs())
+    return torch.stack([vae.decode_job(tile[None], job) for tile in latents])
+
+
+def relative(found: Tensor, wanted: Tensor) -> float:
+    return ((found.float() - wanted.float()).norm() / wanted.float().norm()).item()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("size", SIZES, ids=["narrow", "wide"])
+@pytest.mark.parametrize(("B", "y", "x"), [(1, 1, 2), (3, 2, 3), (2, 3, 1)])
+def test_it_computes_what_diffusers_modules_do(device, size, B, y, x):
+    vae = random_vae(size, device)
+    latents = draw(B, 24, 7, y, x).to(device)
+    wanted = one_by_one(vae, latents)
+    found = FastDecoder.of(vae.parts, vae.device)(latents)
+    assert found.shape == wanted.shape == (B, 3, 22, 16 * y, 16 * x) and found.dtype == wanted.dtype
+    assert relative(found, wanted) < (1e-6 if device == "cpu" else 2e-3)
+    assert wanted.std() > 0.1
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_weights_are_held_once_and_the_modules_still_give_the_same_bits(device):
+    vae = random_vae(SIZES[0], device)
+    latents = draw(1, 24, 7, 2, 2).to(device)
+    before = one_by_one(vae, latents)
+    fast = FastDecoder.of(vae.parts, vae.device)
+    assert torch.equal(one_by_one(vae, latents), before)
+    for block, layer in zip(vae.parts["decoder"].transformer_blocks, fast.layers, strict=True):
+        C = block.attn.to_k.weight.shape[0]
+        assert block.attn.to_k.weight.data_ptr() == layer.qkv.weight[C:].data_ptr()
+        assert block.attn.to_v.bias.data_ptr() == layer.qkv.bias[2 * C :].data_ptr()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_tile_is_the_same_bits_at_every_place_of_a_batch_and_among_any_others(device):
+    vae = random_vae(SIZES[1], device)
+    fast = FastDecoder.of(vae.parts, vae.device)
+    latents = draw(4, 24, 7, 3, 2).to(device)
+    wanted = fast(latents)
+    latents[0] = torch.nan
+    assert torch.equal(fast(latents)[1:], wanted[1:]), "NaN stays in its tile"
+    latents[0] = latents[3]
+    assert torch.equal(fast(latents.flip(0))[0], wanted[3]) and torch.equal(fast(latents)[0], wanted[3])
+
+
+@pytest.mark.gpu
+def test_a_tile_of_the_released_width_is_as_near_as_float16_allows():
+    """Two layers, whole tiles, an odd batch: against one tile a call, and by each attention kernel alone."""
+    size = {"decoder_num_layers": 2, "decoder_num_attention_heads": 32, "decoder_attention_head_dim": 64}
+    vae = random_vae(size, "cuda")
+    latents = draw(7, 24, 7, 16, 16).cuda()
+    wanted = one_by_one(vae, latents)
+    fast = FastDecoder.of(vae.parts, vae.device)
+    for attention in (None, "cudnn", "flash"):
+        found = fast(latents, attention)
+        assert max(relative(*pair) for pair in zip(found, wanted, strict=True)) < 2e-3
+        assert torch.equal(fast(latents.roll(1, 0), attention), found.roll(1, 0)), "bits depend on the place"
+
+
+def close(found: Tensor, wanted: Tensor, dtype: torch.dtype) -> None:
+    """As far apart as a few roundings to the dtype allow."""
+    tolerance = {torch.float32: 2e-6, torch.float16: 2e-3}[dtype]
+    torch.testing.assert_close(found.float(), wanted.float(), rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("device", KERNELS)
+@pytest.mark.parametrize(("N", "C"), [(1, 16), (5, 48), (9, 1025)])
+def test_kernel_of_addition_and_norm(device, dtype, N, C):
+    x, y = draw(N, C).to(device), draw(N, C, seed=1).to(device, dtype)
+    scale, weight = draw(C, seed=2).to(device), 1 + draw(C, seed=3).to(device) / 4
+    other = x.clone()
+    close(forms.load().normed(x, weight, 1e-5, dtype), PLAIN.normed(x, weight, 1e-5, dtype), dtype)
+    found = forms.load().add_normed(x, y, scale, weight, 1e-5)
+    wanted = PLAIN.add_normed(other, y, scale, weight, 1e-5)
+    assert found.dtype == wanted.dtype == dtype
+    close(found, wanted, dtype)
+    close(x, other, torch.float32)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("device", KERNELS)
+@pytest.mark.parametrize(("N", "h", "D", "R"), [(5, 3, 16, 6), (2, 4, 64, 24), (3, 1, 8, 4), (1, 2, 20, 3)])
+def test_kernel_of_norm_and_rotation(device, dtype, N, h, D, R):
+    qkv, angles = (2 * draw(N, 3, h, D)).to(device, dtype), 3 * draw(N, R, seed=1)
+    turns = Turns(angles.cos().to(device, dtype), angles.sin().to(device, dtype))
+    other, before = qkv.clone(), qkv.clone()
+    forms.load().turn(qkv, turns, 1e-5)
+    PLAIN.turn(other, turns, 1e-5)
+    close(qkv, other, dtype)
+    assert torch.equal(qkv[:, 2], before[:, 2]) and not torch.equal(qkv[:, 1], before[:, 1])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("device", KERNELS)
+@pytest.mark.parametrize("width", [1, 16, 1025])
+def test_kernel_of_the_gate(device, dtype, width):
+    up_gate = (4 * draw(5, 2 * width)).to(device, dtype)
+    found, wanted = forms.load().gate(up_gate), PLAIN.gate(up_gate)
+    assert found.shape == (5, width)
+    torch.testing.assert_close(found, wanted, rtol={torch.float32: 2e-6, torch.float16: 4e-3}[dtype], atol=1e-5)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is not None, reason="triton is installed")
+def test_without_triton_the_error_says_so():
+    with pytest.raises(MissingDependency, match=r"decode\.fast=on needs triton"):
+        forms.load()
