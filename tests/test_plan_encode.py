@@ -130,3 +130,23 @@ def test_the_table_shows_who_encodes():
     assert "encode.heads" in text and "text heads" in text and "all ranks encode the text" in text
     assert "rank 0 encodes the text" in plan_of(2, "rank0").text()
     assert max(map(len, plan_of(8).text().splitlines())) <= 120
+
+
+@pytest.mark.gpu
+def test_scores_on_a_gpu_are_those_that_the_plan_counts(capsys):
+    """Of grouped queries in float32 9 bytes a score; of keys for each head none."""
+    import torch
+    from torch.nn.functional import scaled_dot_product_attention
+
+    def taken(keys: int, **grouped: bool) -> int:
+        q, k, v = (torch.randn(1, heads, 2500, 128, device="cuda") for heads in (64, keys, keys))
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        scaled_dot_product_attention(q, k, v, is_causal=True, **grouped)
+        return torch.cuda.max_memory_allocated() - before
+
+    grouped, each = taken(8, enable_gqa=True), taken(64)
+    counted = 9 * 64 * 2500**2 + 5 * 2500**2 + 4 * 2500 * 5 * 8192
+    with capsys.disabled():
+        print(f"\nattention of 64 heads, 2500 rows, float32: {grouped} bytes, {counted} counted; {each} ungrouped")
+    assert 0.8 * grouped <= counted <= 1.25 * grouped and each < 0.2 * grouped

@@ -81,9 +81,13 @@ def cases(paths) -> list[Case]:
     return [Case(PLAIN), Case(Presentation(ids, (1,) * len(ids)), vision)]
 
 
-def encode_cases(seat, paths: tuple[str, str], cases: list[Case]) -> list[tuple[np.ndarray, dict, dict, int, int]]:
+def encode_cases(
+    seat: Any, paths: tuple[str, str], cases: list[Case], backend: str | None = None
+) -> list[tuple[np.ndarray, dict, dict, int, int]]:
+    """On the CPU, or with a backend on GPUs: over gloo one for all, over NCCL each its own."""
     one_core(seat.rank)
-    comm = seat.connect(Layout(sp=seat.world))
+    on = {"device": f"cuda:{seat.rank if backend == 'nccl' else 0}", "backend": backend} if backend else {}
+    comm = seat.connect(Layout(sp=seat.world), stage_timeout=100, **on)  # the first case imports transformers
     found = []
     for case in cases:
         state = open_text_encoder(*paths)
@@ -94,7 +98,7 @@ def encode_cases(seat, paths: tuple[str, str], cases: list[Case]) -> list[tuple[
             vision = case.vision if seat.rank == 0 else None
             states = encode_together(state, paths[1], plan, comm, case.presentation, vision)
         sent, planned = ({label: of[label] for label in ENCODE_LABELS} for of in (comm.counted, share.sent))
-        found.append((states.numpy(), sent, planned, state.file.bytes_read, share.text_bytes))
+        found.append((states.cpu().numpy(), sent, planned, state.file.bytes_read, share.text_bytes))
     return found
 
 
@@ -188,6 +192,18 @@ def test_a_damaged_scale_is_found_by_the_rank_that_reads_it(paths, tmp_path, ran
                 load()
         else:
             load()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", ["gloo", "nccl"])
+def test_on_gpus_states_are_the_cpus(world, paths, cases, alone, backend):
+    if backend == "nccl" and torch.cuda.device_count() < 2:
+        pytest.skip("NCCL needs a GPU for each rank")
+    of_ranks = world.run(encode_cases, paths, cases, backend, ranks=2, limit=150)
+    for expected, *seen in zip(alone, *of_ranks, strict=True):
+        for states, sent, planned, read, asked in seen:
+            assert (torch.from_numpy(states) - expected).norm() <= 1e-5 * expected.norm()
+            assert np.array_equal(states, seen[0][0]) and sent == planned and read == asked
 
 
 def fail(seat: Any, error: Exception | None) -> None:
