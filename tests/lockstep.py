@@ -125,7 +125,8 @@ class HandExchange:
     def column_spans(self, width: int) -> tuple[tuple[int, int], ...]:
         return ((0, width),)
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, attention: Callable[..., Tensor]) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, attention: Callable[..., Tensor], turn: Callable) -> Tensor:
+        turn((q, k, v), (q, k, v))
         return self.to_rows(attention(*self.to_heads(q, k, v)))
 
     def amax(self, x: Tensor) -> Tensor:

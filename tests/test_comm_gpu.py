@@ -25,9 +25,9 @@ def world():
         yield world
 
 
-def on_own_device(seat, function, *args) -> None:
+def on_own_device(seat, function, *args):
     """`function` with this rank's own device and NCCL."""
-    function(seat, *args, f"cuda:{seat.rank}", "nccl")
+    return function(seat, *args, f"cuda:{seat.rank}", "nccl")
 
 
 @pytest.mark.parametrize("layout", [Layout(sp=2), Layout(tp=2), Layout(sp=2, tp=2)], ids=str)

@@ -21,7 +21,7 @@ from h3dist.errors import MissingDependency
 from h3dist.model import fused
 from h3dist.model.ahead import AheadLinear, all_dense, plain_fill, triton_fill
 from h3dist.model.dense import dense_linear
-from h3dist.model.elementwise import NORM_EPS, PLAIN, Run, turned
+from h3dist.model.elementwise import NORM_EPS, PLAIN, Run, turn
 from h3dist.model.rotary import Rotation, rotation
 from h3dist.plan import Layout
 from h3dist.topology import Ranks
@@ -99,45 +99,64 @@ def test_weights_made_dense_in_place_are_those_of_the_plain_form_to_the_bit(
         assert torch.equal(out.cpu(), weight.dense(dtype))
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("p", "j", "D", "freqs"), [(9, 3, 32, 4), (1, 2, 128, 16), (5, 1, 64, 8), (0, 2, 32, 4)])
-def test_norm_and_rotation_of_queries_and_keys_in_place(
-    device: str, dtype: torch.dtype, p: int, j: int, D: int, freqs: int
+@pytest.mark.parametrize("device", DEVICES)
+def test_gated_addition(device: str, dtype: torch.dtype) -> None:
+    x, y = rows(device, dtype, ROWS, C), rows(device, dtype, ROWS, C, seed=3)
+    other = x.clone()
+    fused.load().add(x, y, table(device, dtype)[:, 3:], RUNS)
+    PLAIN.add(other, y, table(device, dtype)[:, 3:], RUNS)
+    close(x, other, dtype)
+    fused.load().add(x[:0], y[:0], table(device, dtype)[:, 3:], ())
+
+
+HEADS = [(9, 3, 32, 4), (1, 2, 128, 16), (5, 1, 64, 8), (3, 5, 24, 4), (2, 35, 128, 16), (0, 2, 32, 4)]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("place", ["where they lie", "into a packet"])
+@pytest.mark.parametrize(("p", "j", "D", "freqs"), HEADS)
+def test_norm_and_rotation_of_queries_and_keys(
+    device: str, dtype: torch.dtype, place: str, p: int, j: int, D: int, freqs: int
 ) -> None:
-    """By comfy-kitchen's kernel, on q and k as they lie in one product's result; v is not touched."""
-    qkv = rows(device, dtype, p, 3, j, D)
+    """Of some heads of one product's result; v goes with them as it is, or is not touched."""
+    qkv = rows(device, dtype, p, 3, j + 2, D)
     positions = torch.arange(3 * p, dtype=torch.float64).view(p, 3) % 7
     angles = rotation(positions, (10000 ** (-torch.arange(freqs) / freqs)).to(device), dtype)
     norms = [1 + rows(device, dtype, D, seed=seed) / 4 for seed in (4, 5)]
-    other = qkv.clone()
-    q, k, v = qkv.unbind(1)
-    found = fused.turned(q, k, *norms, fused.matrices(angles))
-    expected = turned(*other.unbind(1)[:2], *norms, angles)
-    for a, b in zip(found, expected, strict=True):
+    heads, before = tuple(x[:, 1 : j + 1] for x in qkv.unbind(1)), qkv.clone()
+    out = heads if place == "where they lie" else torch.full_like(qkv[:, :, :j], torch.nan).contiguous().unbind(1)
+    expected = tuple(torch.empty_like(x) for x in heads)
+    turn(tuple(x[:, 1 : j + 1] for x in before.unbind(1)), expected, *norms, angles)
+    way = fused.load()
+    way.turn(heads, out, *norms, way.prepare(angles))
+    for a, b in zip(out[:2], expected[:2], strict=True):
         close(a, b, dtype)
-    assert found[0].data_ptr() == q.data_ptr() and torch.equal(v, other[:, 2])
+    assert torch.equal(out[2], before[:, 2, 1 : j + 1])
+    assert torch.equal(qkv[:, :, [0, -1]], before[:, :, [0, -1]])  # the heads beside them
+    assert place == "where they lie" or torch.equal(qkv, before)
     if p and dtype == torch.float32:
-        plain = F.rms_norm(rows(device, dtype, p, 3, j, D)[:, 0], (D,), norms[0], NORM_EPS)
-        torch.testing.assert_close(q[..., 6 * freqs :], plain[..., 6 * freqs :], rtol=1e-5, atol=1e-6)
+        plain = F.rms_norm(before[:, 0, 1 : j + 1], (D,), norms[0], NORM_EPS)
+        torch.testing.assert_close(out[0][..., 6 * freqs :], plain[..., 6 * freqs :], rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.gpu
 def test_offsets_past_32_bits_are_counted_in_rotation_and_activation() -> None:
     """362 frames at 1344x768 are 109 000 rows: times 21504 columns of q, k and v, or 28672 of gate and up."""
-    kernels, dtype, tail = fused.load(), torch.bfloat16, slice(-64, None)
+    way, dtype, tail = fused.load(), torch.bfloat16, slice(-64, None)
     qkv = torch.randn(2**31 // (3 * 56 * 128) + 64, 3, 56, 128, device="cuda", dtype=dtype)
     before = qkv[tail].clone()
     positions = torch.arange(3 * len(qkv), dtype=torch.float64).view(-1, 3) % 97
     angles = rotation(positions, torch.logspace(0, -3, 16, device="cuda"), dtype)
     norms = [1 + rows("cuda", dtype, 128, seed=seed) / 4 for seed in (4, 5)]
-    found = fused.turned(*qkv.unbind(1)[:2], *norms, fused.matrices(angles))
-    expected = turned(*before.unbind(1)[:2], *norms, Rotation(angles.cos[tail], angles.sin[tail]))
-    for a, b in zip(found, expected, strict=True):
-        close(a[tail], b, dtype)
-    del qkv, found
+    way.turn(qkv.unbind(1), qkv.unbind(1), *norms, way.prepare(angles))
+    turn(before.unbind(1), before.unbind(1), *norms, Rotation(angles.cos[tail], angles.sin[tail]))
+    for a, b in zip(qkv[tail].unbind(1), before.unbind(1), strict=True):
+        close(a, b, dtype)
+    del qkv
     gate_up = torch.randn(2**31 // 28672 + 64, 28672, device="cuda", dtype=dtype)
-    close(kernels.activate(gate_up)[tail], PLAIN.activate(gate_up[tail]), dtype)
+    close(way.activate(gate_up)[tail], PLAIN.activate(gate_up[tail]), dtype)
 
 
 def test_rows_know_their_row_of_the_table() -> None:

@@ -201,19 +201,19 @@ def test_memory_is_a_byte_a_weight_and_its_scales() -> None:
     assert working_bytes("fp8", 1000, (6, 4), 2) == 12000 and working_bytes("int8", 1000, (6, 4), 2) == 28000
 
 
-def error_on_gpu(product, plain, weight: Weight) -> float:
-    x = uneven(659, 128).cuda().to(torch.bfloat16)
-    return relative(product(x, weight), plain(x, weight))
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("gemm", ["fp8", "int8"])
 def test_on_a_gpu_products_are_those_of_the_plain_forms(gemm: str) -> None:
     if torch.cuda.get_device_capability() < (8, 9):
         pytest.skip("no FP8 products on this GPU")
-    weight = narrowed(nvfp4(torch.randn(256, 128)).to("cuda"), gemm, torch.bfloat16)
+    stored = nvfp4(torch.randn(256, 128)).to("cuda")
+    weight = narrowed(stored, gemm, torch.bfloat16)
     product, plain = (scaled_fp8, plain_fp8) if gemm == "fp8" else (kitchen_int8(), plain_int8)
-    assert error_on_gpu(product, plain, weight) < 5e-3
+    x = uneven(659, 128).cuda().to(torch.bfloat16)
+    found, defined, exact = product(x, weight), plain(x, weight), dense_linear(x.float(), stored)
+    # comfy-kitchen rounds some activations to the code beside ours: as near to the exact product, not the same.
+    assert relative(found, defined) < (5e-3 if gemm == "fp8" else 1e-2)
+    assert relative(found, exact) < 1.05 * relative(defined, exact)
     empty = torch.empty(0, 128, device="cuda", dtype=torch.bfloat16)
     assert narrow_linear(gemm, cuda=True)(empty, weight).shape == (0, 256)
 

@@ -23,6 +23,7 @@ from h3dist.checkpoint.formats import Weight
 from h3dist.model.block import run_block
 from h3dist.model.denoiser import Denoiser
 from h3dist.model.elementwise import PLAIN, Elementwise
+from h3dist.model.exchange import Turn
 from h3dist.model.linear import dense_linear
 from h3dist.model.narrow import narrow_linear, narrowed
 from h3dist.model.weights import BlockWeights
@@ -150,7 +151,8 @@ class Still:
     def column_spans(self, width: int) -> tuple[tuple[int, int], ...]:
         return ((0, width),)
 
-    def attend(self, q_gHD: Tensor, k_gHD: Tensor, v_gHD: Tensor, attention: Attention) -> Tensor:
+    def attend(self, q_gHD: Tensor, k_gHD: Tensor, v_gHD: Tensor, attention: Attention, turn: Turn) -> Tensor:
+        turn((q_gHD, k_gHD, v_gHD), (q_gHD, k_gHD, v_gHD))
         return attention(q_gHD, k_gHD, v_gHD)
 
     def amax(self, x: Tensor) -> Tensor:

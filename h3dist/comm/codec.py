@@ -7,7 +7,7 @@ Shape letters: r rows of a piece, k kinds, n heads, D head size, b blocks of row
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import prod
 from typing import Protocol
 
@@ -22,6 +22,9 @@ LARGEST = 127  # of a code
 TINY = torch.finfo(torch.float32).tiny
 
 
+Fill = Callable[[Tensor], None]  # writes a piece's values [r, k, n, D] where it is told to
+
+
 class Codec(Protocol):
     """Lays pieces on the wire and takes them off it."""
 
@@ -31,8 +34,8 @@ class Codec(Protocol):
     def count(self, shape: Sequence[int]) -> int:
         """Elements of a piece of this shape on the wire."""
 
-    def write(self, piece: Tensor, kinds: Sequence[Tensor]) -> None:
-        """Lays the kinds, each [r, n, D], on `piece`, a part of the wire."""
+    def write(self, piece: Tensor, shape: Sequence[int], dtype: torch.dtype, fill: Fill) -> None:
+        """Lays a piece of this shape [r, k, n, D] and dtype on `piece`, a part of the wire; `fill` gives its values."""
 
     def read(self, piece: Tensor, target_rknD: Tensor) -> None:
         """Takes a piece off the wire."""
@@ -47,9 +50,8 @@ class Plain:
     def count(self, shape: Sequence[int]) -> int:
         return prod(shape)
 
-    def write(self, piece: Tensor, kinds: Sequence[Tensor]) -> None:
-        rows, heads, size = kinds[0].shape
-        torch.stack(tuple(kinds), dim=1, out=piece.view(rows, len(kinds), heads, size))
+    def write(self, piece: Tensor, shape: Sequence[int], dtype: torch.dtype, fill: Fill) -> None:
+        fill(piece.view(tuple(shape)))
 
     def read(self, piece: Tensor, target_rknD: Tensor) -> None:
         target_rknD.copy_(piece.view(target_rknD.shape))
@@ -70,8 +72,10 @@ class Int8:
     def count(self, shape: Sequence[int]) -> int:
         return SCALE_BYTES * prod(_blocks(shape)) + prod(shape)
 
-    def write(self, piece: Tensor, kinds: Sequence[Tensor]) -> None:
-        x_rknD = torch.stack(tuple(kinds), dim=1).float()
+    def write(self, piece: Tensor, shape: Sequence[int], dtype: torch.dtype, fill: Fill) -> None:
+        values_rknD = torch.empty(tuple(shape), dtype=dtype, device=piece.device)
+        fill(values_rknD)
+        x_rknD = values_rknD.float()
         scales_bkn = _scales(x_rknD)
         scale_rkn1 = _by_rows(scales_bkn, x_rknD.shape[0])
         on_wire, codes_rknD = self._parts(piece, x_rknD.shape)

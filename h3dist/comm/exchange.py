@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from h3dist.comm.codec import Int8, Plain
-from h3dist.comm.heads import Attention, HeadMoves
+from h3dist.comm.heads import Attention, HeadMoves, Turn, as_they_are
 from h3dist.comm.rounding import Rounding
 from h3dist.comm.wire import Wire
 from h3dist.plan import Plan, Span, column_spans, length
@@ -67,17 +67,22 @@ class RankExchange:
         sums = [self._tp.reduce_scatter_later("rows.reduce", partial) for partial in padded]
         return torch.cat([finish().narrow(0, 0, self._own) for finish in sums], dim=1)
 
-    def attend(self, q_pjD: Tensor, k_pjD: Tensor, v_pjD: Tensor, attention: Attention) -> Tensor:
-        """o_gHD: my group's rows of our heads, of attention over all rows."""
+    def attend(
+        self, q_pjD: Tensor, k_pjD: Tensor, v_pjD: Tensor, attention: Attention, turn: Turn = as_they_are
+    ) -> Tensor:
+        """o_gHD: my group's rows of our heads, of attention over all rows, once q and k are turned."""
         if self._moves is None:
-            return attention(q_pjD, k_pjD, v_pjD)
-        o_gHD = self._moves.attend(q_pjD, k_pjD, v_pjD, attention)
+            heads = q_pjD, k_pjD, v_pjD
+            turn(heads, heads)
+            return attention(*heads)
+        o_gHD = self._moves.attend((q_pjD, k_pjD, v_pjD), attention, turn)
         self.rounding.finish()
         return o_gHD
 
     def to_heads(self, q_gHD: Tensor, k_gHD: Tensor, v_gHD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """(q_ShD, k_ShD, v_ShD): the way there alone, of all heads at once."""
-        return self._moves.to_heads(q_gHD, k_gHD, v_gHD) if self._moves else (q_gHD, k_gHD, v_gHD)
+        heads = q_gHD, k_gHD, v_gHD
+        return self._moves.to_heads(heads) if self._moves else heads
 
     def to_rows(self, o_ShD: Tensor) -> Tensor:
         """o_gHD: the way back alone, the inverse of `to_heads`."""

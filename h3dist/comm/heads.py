@@ -2,7 +2,8 @@
 
 A rank's heads are cut in as many groups as the plan says; a rank with fewer heads has empty ones. While attention
 works on a group, q, k and v of the next one come and the output of the one before goes. Each move packs once and
-unpacks at most once: q, k and v are attended to as they arrive, the output is sent as attention left it.
+unpacks at most once: q, k and v are normed and rotated into the packet that they travel in, and attended to as they
+arrive; the output is sent as attention left it.
 
 Shape letters: S all rows; g rows of this rank's tp group; H heads of its tp share, j heads that it projects to, n of
 its heads in a group of heads; D head size.
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -23,6 +25,7 @@ from h3dist.plan import Plan, Share, Span, length, split_ragged
 
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 Heads = tuple[Tensor, Tensor, Tensor]  # q, k and v
+Turn = Callable[[Heads, Heads], None]  # norms and rotates some heads from one place into another, or where they are
 
 
 @dataclass(frozen=True)
@@ -61,25 +64,27 @@ class HeadMoves:
         back = Pieces.among(lambda s, r: count((rows[r], 1, heads[s], D)), group.size, group.index)
         return Part(spans, there, back)
 
-    def attend(self, q_pjD: Tensor, k_pjD: Tensor, v_pjD: Tensor, attention: Attention) -> Tensor:
-        """o_gHD: attention over all rows, part by part, with the moves beside it."""
-        o_gHD = q_pjD.new_empty(self._rows[self._wire.group.index], self._held, q_pjD.shape[2])
-        came = self._bring(self._parts[0], q_pjD, k_pjD, v_pjD)
+    def attend(self, heads: Heads, attention: Attention, turn: Turn) -> Tensor:
+        """o_gHD: attention over all rows of heads [p, j, D], turned, part by part, with the moves beside it."""
+        o_gHD = heads[0].new_empty(self._rows[self._wire.group.index], self._held, heads[0].shape[2])
+        if self._local:
+            turn(heads, heads)
+        came = self._bring(self._parts[0], heads, turn)
         leave: Callable[[], None] = _nothing
         for part, after in zip(self._parts, (*self._parts[1:], None), strict=True):
-            coming = self._bring(after, q_pjD, k_pjD, v_pjD) if after else None
+            coming = self._bring(after, heads, turn) if after else None
             leaving = self._send_back(part, _attended(attention, *came()), o_gHD)
             leave()  # of the part before: it went while attention worked
             came, leave = coming, leaving
         leave()
         return o_gHD
 
-    def to_heads(self, q_gHD: Tensor, k_gHD: Tensor, v_gHD: Tensor) -> Heads:
-        """(q_ShD, k_ShD, v_ShD): all rows of my heads, of my sequence group's rows of our heads.
+    def to_heads(self, heads: Heads) -> Heads:
+        """(q_ShD, k_ShD, v_ShD): all rows of my heads, of my sequence group's rows of our heads [g, H, D].
 
         They come as views of one tensor [S, 3, h, D]: contiguous in their last two dimensions alone.
         """
-        return self._send(self._whole, q_gHD, k_gHD, v_gHD)()
+        return self._send(self._whole, heads, as_they_are)()
 
     def to_rows(self, o_ShD: Tensor) -> Tensor:
         """o_gHD: my group's rows of our heads, the inverse of `to_heads`."""
@@ -87,20 +92,25 @@ class HeadMoves:
         self._send_back(self._whole, o_ShD, o_gHD)()
         return o_gHD
 
-    def _bring(self, part: Part, q_pjD: Tensor, k_pjD: Tensor, v_pjD: Tensor) -> Callable[[], Heads]:
+    def _bring(self, part: Part, heads: Heads, turn: Turn) -> Callable[[], Heads]:
         """Starts to fetch all rows of my heads of a part; gives what waits for them."""
         if not self._local:
-            return self._send(part, q_pjD, k_pjD, v_pjD)
-        start, stop = (head - self._first for head in part.spans[self._wire.group.index])
-        mine = tuple(x_SjD[:, start:stop] for x_SjD in (q_pjD, k_pjD, v_pjD))
+            return self._send(part, heads, turn)
+        start, stop = part.spans[self._wire.group.index]
+        mine = _some(heads, (start - self._first, stop - self._first))
         return lambda: mine
 
-    def _send(self, part: Part, q_gHD: Tensor, k_gHD: Tensor, v_gHD: Tensor) -> Callable[[], Heads]:
-        sent = self._codec.room(q_gHD, sum(part.there.out))
-        for piece, (start, stop) in zip(sent.split(part.there.out), part.spans, strict=True):
-            self._codec.write(piece, [x_gHD[:, start:stop] for x_gHD in (q_gHD, k_gHD, v_gHD)])
+    def _send(self, part: Part, heads: Heads, turn: Turn) -> Callable[[], Heads]:
+        sent = self._codec.room(heads[0], sum(part.there.out))
+        for piece, span in zip(sent.split(part.there.out), part.spans, strict=True):
+            self._write(piece, _some(heads, span), turn)
         came = self._move("heads.to", sent, part.there)
-        return lambda: self._joined(came(), part, q_gHD).unbind(1)
+        return lambda: self._joined(came(), part, heads[0]).unbind(1)
+
+    def _write(self, piece: Tensor, heads: Heads, turn: Turn) -> None:
+        """Turns some heads on their way into a piece [r, 3, n, D]."""
+        rows, n, D = heads[0].shape
+        self._codec.write(piece, (rows, 3, n, D), heads[0].dtype, lambda out: turn(heads, out.unbind(1)))
 
     def _joined(self, came: Tensor, part: Part, like: Tensor) -> Tensor:
         """qkv_S3nD from every rank's piece; where nothing is coded, what came is it."""
@@ -128,7 +138,7 @@ class HeadMoves:
             return o_SnD.contiguous().flatten()
         sent = self._codec.room(o_SnD, sum(out))
         for piece, o_rnD in zip(sent.split(out), o_SnD.split(self._rows), strict=True):
-            self._codec.write(piece, [o_rnD])
+            self._codec.write(piece, o_rnD[:, None].shape, o_rnD.dtype, partial(_copied, o_rnD[:, None]))
         return sent
 
     def _move(self, label: str, sent: Tensor, pieces: Pieces) -> Callable[[], Tensor]:
@@ -137,6 +147,22 @@ class HeadMoves:
             return self._wire.all_to_all_later(label, sent, pieces, hold=False)
         came = self._wire.all_to_all(label, sent, pieces)
         return lambda: came
+
+
+def as_they_are(heads: Heads, out: Heads) -> None:
+    """The turn of heads that are turned already."""
+    for x, target in zip(heads, out, strict=True):
+        if target is not x:
+            target.copy_(x)
+
+
+def _copied(x: Tensor, out: Tensor) -> None:
+    out.copy_(x)
+
+
+def _some(heads: Heads, span: Span) -> Heads:
+    q, k, v = (x_pjD[:, slice(*span)] for x_pjD in heads)
+    return q, k, v
 
 
 def _cut(whole: tuple[Span, ...], groups: int) -> Iterator[tuple[Span, ...]]:

@@ -17,7 +17,7 @@ from torch import Tensor
 from h3dist.attention.backend import Attention
 from h3dist.model.columns import reduced
 from h3dist.model.dense import Linear
-from h3dist.model.elementwise import ATTENTION, MLP, PLAIN, Elementwise, Runs
+from h3dist.model.elementwise import ATTENTION, MLP, PLAIN, Elementwise, Heads, Runs
 from h3dist.model.exchange import Exchange
 from h3dist.model.packed import Rows, gathered
 from h3dist.model.weights import BlockWeights
@@ -54,13 +54,15 @@ def run_block(x_sC: Tensor, weights: BlockWeights, table_R6C: Tensor, view: View
 
 def attend(h_pC: Rows, weights: BlockWeights, view: View) -> Tensor:
     """The attention output of this share's heads, [g, HD]: what the output projection takes."""
-    q_pjD, k_pjD, v_pjD = project_heads(h_pC, weights, view.linear)
-    q_pjD, k_pjD = view.elementwise.turn(q_pjD, k_pjD, weights.q_norm, weights.k_norm, view.rotation)
-    o_gHD = view.exchange.attend(q_pjD, k_pjD, v_pjD, view.attention)
-    return o_gHD.flatten(1)
+    heads = project_heads(h_pC, weights, view.linear)
+
+    def turn(some: Heads, out: Heads) -> None:
+        view.elementwise.turn(some, out, weights.q_norm, weights.k_norm, view.rotation)
+
+    return view.exchange.attend(*heads, view.attention, turn).flatten(1)
 
 
-def project_heads(h_pC: Rows, weights: BlockWeights, linear: Linear) -> tuple[Tensor, Tensor, Tensor]:
+def project_heads(h_pC: Rows, weights: BlockWeights, linear: Linear) -> Heads:
     """q, k and v of the heads projected here, each [p, j, D], neither normed nor rotated.
 
     They lie side by side: contiguous in their last two dimensions alone, as what comes from an exchange.

@@ -33,6 +33,7 @@ class Run(NamedTuple):
 
 
 Runs = tuple[Run, ...]
+Heads = tuple[Tensor, Tensor, Tensor]  # q, k and v, each [p, j, D]
 
 
 class Elementwise(NamedTuple):
@@ -40,16 +41,16 @@ class Elementwise(NamedTuple):
 
     prepare(rotation): what `turn` takes, made once a request. modulate(x_sC, norm_C, table_RnC, runs): h_sC.
     add_modulate(x_sC, y_sC, table_R6C, norm_C, runs): x += y gated by the attention half, in place; then h_sC as the
-    MLP half modulates it. add(x_sC, y_sC, table_RnC, runs): x += y gated, in place. turn(q_pjD, k_pjD, q_norm_D,
-    k_norm_D, prepared): both normed over the head and rotated, in their own memory. activate([g, 2f]):
-    silu(gate) * up, [g, f].
+    MLP half modulates it. add(x_sC, y_sC, table_RnC, runs): x += y gated, in place. turn(heads, out, q_norm_D,
+    k_norm_D, prepared): q and k normed over the head and rotated, and v as it is, into `out`, which may be `heads`
+    themselves or other memory. activate([g, 2f]): silu(gate) * up, [g, f].
     """
 
     prepare: Callable[[Rotation], Any]
     modulate: Callable[[Tensor, Tensor, Tensor, Runs], Tensor]
     add_modulate: Callable[[Tensor, Tensor, Tensor, Tensor, Runs], Tensor]
     add: Callable[[Tensor, Tensor, Tensor, Runs], None]
-    turn: Callable[[Tensor, Tensor, Tensor, Tensor, Any], tuple[Tensor, Tensor]]
+    turn: Callable[[Heads, Heads, Tensor, Tensor, Any], None]
     activate: Callable[[Tensor], Tensor]
 
 
@@ -74,13 +75,12 @@ def add_modulated(x_sC: Tensor, y_sC: Tensor, table_R6C: Tensor, norm_C: Tensor,
     return modulated(x_sC, norm_C, table_R6C[:, MLP:], runs)
 
 
-def turned(
-    q_pjD: Tensor, k_pjD: Tensor, q_norm_D: Tensor, k_norm_D: Tensor, rotation: Rotation
-) -> tuple[Tensor, Tensor]:
-    """q and k, each normed over the head and rotated; the results take their places."""
-    for x_pjD, norm_D in ((q_pjD, q_norm_D), (k_pjD, k_norm_D)):
-        rotate(F.rms_norm(x_pjD, norm_D.shape, norm_D, NORM_EPS), rotation, out=x_pjD)
-    return q_pjD, k_pjD
+def turn(heads: Heads, out: Heads, q_norm_D: Tensor, k_norm_D: Tensor, rotation: Rotation) -> None:
+    """q and k, each normed over the head and rotated, and v, into `out`: themselves, or where they are to go."""
+    for x_pjD, out_pjD, norm_D in zip(heads, out, (q_norm_D, k_norm_D), strict=False):
+        rotate(F.rms_norm(x_pjD, norm_D.shape, norm_D, NORM_EPS), rotation, out=out_pjD)
+    if out[2] is not heads[2]:
+        out[2].copy_(heads[2])
 
 
 def activated(gate_up_g2f: Tensor) -> Tensor:
@@ -89,4 +89,4 @@ def activated(gate_up_g2f: Tensor) -> Tensor:
     return F.silu(gate_gf).mul_(up_gf)
 
 
-PLAIN = Elementwise(lambda rotation: rotation, modulated, add_modulated, add_gated, turned, activated)
+PLAIN = Elementwise(lambda rotation: rotation, modulated, add_modulated, add_gated, turn, activated)

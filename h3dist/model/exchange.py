@@ -6,13 +6,16 @@ j heads; H heads of its tensor-parallel share; D head size; C hidden; O outputs 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from h3dist.attention.backend import Attention
+from h3dist.model.elementwise import Heads
+
+Turn = Callable[[Heads, Heads], None]  # some heads of all rows projected here, and where they go when turned
 
 
 class Exchange(Protocol):
@@ -33,8 +36,11 @@ class Exchange(Protocol):
     def reduce_columns(self, partials_gc: Iterable[Tensor]) -> Tensor:
         """As reduce_rows, of partial results that come one run of columns after the other."""
 
-    def attend(self, q_pjD: Tensor, k_pjD: Tensor, v_pjD: Tensor, attention: Attention) -> Tensor:
-        """o_gHD: attention over all rows, of the rows of the tensor-parallel group and the heads of its share."""
+    def attend(self, q_pjD: Tensor, k_pjD: Tensor, v_pjD: Tensor, attention: Attention, turn: Turn) -> Tensor:
+        """o_gHD: attention over all rows, of the rows of the tensor-parallel group and the heads of its share.
+
+        q, k and v as they were projected; `turn` norms and rotates some of the heads on their way, or where they lie.
+        """
 
     def amax(self, x: Tensor) -> Tensor:
         """Scalar f32: the largest magnitude of x over all ranks that share the sequence or the weights."""
@@ -61,8 +67,10 @@ class Alone:
     def reduce_columns(self, partials_gc: Iterable[Tensor]) -> Tensor:
         return torch.cat(list(partials_gc), dim=1)
 
-    def attend(self, q_pjD: Tensor, k_pjD: Tensor, v_pjD: Tensor, attention: Attention) -> Tensor:
-        return attention(q_pjD, k_pjD, v_pjD)
+    def attend(self, q_pjD: Tensor, k_pjD: Tensor, v_pjD: Tensor, attention: Attention, turn: Turn) -> Tensor:
+        heads = q_pjD, k_pjD, v_pjD
+        turn(heads, heads)
+        return attention(*heads)
 
     def amax(self, x: Tensor) -> Tensor:
         return x.abs().amax().to(torch.float32)

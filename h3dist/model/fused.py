@@ -1,8 +1,8 @@
 """The work between products in as few passes over memory as it takes, for CUDA: `runtime.fused=on`.
 
-Norm and modulation, and the gated addition before them, are one kernel; query and key norm with rotation are one of
-comfy-kitchen's, in place, so that q, k and v go to attention as they lie; silu(gate) * up is one. Each has its plain
-form in `elementwise`, which it equals but for fewer roundings.
+Norm and modulation, and the gated addition before them, are one kernel; so are query or key norm with rotation, in
+place or into the packet in which heads travel; silu(gate) * up; and a gated addition. Each has its plain form in
+`elementwise`, which it equals but for fewer roundings.
 
 Shape letters as in `elementwise`.
 """
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from h3dist.errors import ConfigError, MissingDependency
-from h3dist.model.elementwise import ATTENTION, GATE, MLP, NORM_EPS, PLAIN, Elementwise, Runs, add_gated
+from h3dist.model.elementwise import ATTENTION, GATE, MLP, PLAIN, Elementwise, Heads, Runs
 from h3dist.model.rotary import Rotation
 
 
@@ -28,22 +28,9 @@ def pairs_of(runs: Runs, rows: int, device: torch.device) -> Tensor:
     return pairs_s.to(device)
 
 
-def matrices(rotation: Rotation) -> Tensor:
-    """f32 [1, p, 1, R, 2, 2]: (cos, -sin), (sin, cos) of every row's R angles, as comfy-kitchen takes them."""
-    cos, sin = rotation.cos[:, 0].float(), rotation.sin[:, 0].float()
-    return torch.stack([cos, -sin, sin, cos], dim=-1).unflatten(-1, (2, 2))[None, :, None].contiguous()
-
-
-def turned(
-    q_pjD: Tensor, k_pjD: Tensor, q_norm_D: Tensor, k_norm_D: Tensor, matrices_: Tensor
-) -> tuple[Tensor, Tensor]:
-    """q and k normed over the head and rotated in place, in one kernel, rounded once."""
-    from comfy_kitchen import rms_rope_split_half_
-
-    if q_pjD.numel():
-        rotated = 2 * matrices_.shape[3]
-        rms_rope_split_half_(q_pjD[None], k_pjD[None], matrices_, q_norm_D, k_norm_D, NORM_EPS, rotated)
-    return q_pjD, k_pjD
+def angles(rotation: Rotation) -> Rotation:
+    """cos and sin as the kernel takes them: [p, R], contiguous."""
+    return Rotation(rotation.cos[:, 0].contiguous(), rotation.sin[:, 0].contiguous())
 
 
 def choose_elementwise(asked: str, device: torch.device) -> Elementwise:
@@ -56,13 +43,11 @@ def choose_elementwise(asked: str, device: torch.device) -> Elementwise:
 
 
 def load() -> Elementwise:
-    """The fused path. Raises MissingDependency without triton or comfy-kitchen."""
+    """The fused path. Raises MissingDependency without triton."""
     try:
-        import comfy_kitchen  # noqa: F401 (so that its absence is told at the start)
-
         from h3dist.model import triton_kernels as kernels
     except ImportError as error:
-        raise MissingDependency(f"runtime.fused=on needs triton and comfy-kitchen: {error}") from error
+        raise MissingDependency(f"runtime.fused=on needs triton: {error}") from error
 
     def modulate(x_sC: Tensor, norm_C: Tensor, table_RnC: Tensor, runs: Runs) -> Tensor:
         return kernels.modulate(x_sC, norm_C, table_RnC, pairs_of(runs, x_sC.shape[0], x_sC.device))
@@ -72,4 +57,13 @@ def load() -> Elementwise:
         pairs_s = pairs_of(runs, x_sC.shape[0], x_sC.device)
         return kernels.add_modulate(x_sC, y_sC, gates_RC, norm_C, table_RnC, pairs_s)
 
-    return Elementwise(matrices, modulate, add_modulate, add_gated, turned, kernels.activate)
+    def add(x_sC: Tensor, y_sC: Tensor, table_RnC: Tensor, runs: Runs) -> None:
+        kernels.add(x_sC, y_sC, table_RnC[:, GATE], pairs_of(runs, x_sC.shape[0], x_sC.device))
+
+    def turn(heads: Heads, out: Heads, q_norm_D: Tensor, k_norm_D: Tensor, rotation: Rotation) -> None:
+        kernels.turn(heads[0], out[0], q_norm_D, *rotation)
+        kernels.turn(heads[1], out[1], k_norm_D, *rotation)
+        if out[2] is not heads[2]:
+            kernels.copy(heads[2], out[2])
+
+    return Elementwise(angles, modulate, add_modulate, add, turn, kernels.activate)

@@ -4,7 +4,7 @@
 All arithmetic is in float32, rounded to the tensor's dtype where the plain form's result is: once.
 
 Shape letters: s rows of the residual, g rows of the feed-forward half, C hidden, f feed-forward columns, R table rows;
-N rows and K columns of a weight.
+p rows projected to j heads of D, of which 2A channels turn by A angles; N rows and K columns of a weight.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from torch import Tensor
 from h3dist.model.elementwise import NORM_EPS
 
 COLUMNS = 1024  # of one program of the kernels that need no whole row
+HEADS = 32  # at most, of one program
 TILE_ROWS, TILE_BLOCKS, BLOCK = tl.constexpr(128), tl.constexpr(4), tl.constexpr(16)  # NVFP4: how scales lie
 
 
@@ -41,6 +42,51 @@ def _modulate(
     factor = tl.load(shifts + pair * table_row + C + column, mask=inside, other=0.0).to(tl.float32)
     result = value * scale * weight * factor + shift
     tl.store(h + row * C + column, result.to(h.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _add(x, y, gates, pairs, C, gates_row, WIDTH: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    pair = tl.load(pairs + row).to(tl.int64)
+    column = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
+    inside = column < C
+    gate = tl.load(gates + pair * gates_row + column, mask=inside, other=0.0).to(tl.float32)
+    value = tl.load(x + row * C + column, mask=inside, other=0.0).to(tl.float32)
+    value += gate * tl.load(y + row * C + column, mask=inside, other=0.0).to(tl.float32)
+    tl.store(x + row * C + column, value.to(x.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _turn(
+    x, out, norm, cos, sin, heads, x_row, out_row, eps,
+    D: tl.constexpr, A: tl.constexpr, TURN: tl.constexpr,
+    HEADS: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr,
+):  # fmt: skip
+    """Some heads of a row. Whoever writes an element has read it, and the one that it turns with: `out` may be `x`."""
+    row = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]
+    half, rest = tl.arange(0, HALF)[None, :], 2 * A + tl.arange(0, REST)[None, :]
+    turns, stays = (head < heads) & (half < A), (head < heads) & (rest < D)
+    x += row * x_row + head * D
+    out += row * out_row + head * D
+    first = tl.load(x + half, mask=turns, other=0.0)
+    second = tl.load(x + A + half, mask=turns, other=0.0)
+    third = tl.load(x + rest, mask=stays, other=0.0)
+    if TURN:
+        a, b, c = first.to(tl.float32), second.to(tl.float32), third.to(tl.float32)
+        squares = tl.sum(a * a, axis=1) + tl.sum(b * b, axis=1) + tl.sum(c * c, axis=1)
+        scale = (1.0 / tl.sqrt(squares / D + eps))[:, None]
+        a *= scale * tl.load(norm + half, mask=half < A, other=0.0).to(tl.float32)
+        b *= scale * tl.load(norm + A + half, mask=half < A, other=0.0).to(tl.float32)
+        c *= scale * tl.load(norm + rest, mask=rest < D, other=0.0).to(tl.float32)
+        cosine = tl.load(cos + row * A + half, mask=half < A, other=0.0).to(tl.float32)
+        sine = tl.load(sin + row * A + half, mask=half < A, other=0.0).to(tl.float32)
+        first = (a * cosine - b * sine).to(out.dtype.element_ty)
+        second = (b * cosine + a * sine).to(out.dtype.element_ty)
+        third = c.to(out.dtype.element_ty)
+    tl.store(out + half, first, mask=turns)
+    tl.store(out + A + half, second, mask=turns)
+    tl.store(out + rest, third, mask=stays)
 
 
 @triton.jit
@@ -98,6 +144,37 @@ def add_modulate(
     if rows:
         _modulate[(rows,)](x_sC, y_sC, gates_RC, norm_C, table_RnC, pairs_s, h_sC, C, *strides, NORM_EPS, **options)
     return h_sC
+
+
+def add(x_sC: Tensor, y_sC: Tensor, gates_RC: Tensor, pairs_s: Tensor) -> None:
+    """x_sC += gate * y_sC in place."""
+    rows, C = x_sC.shape
+    if rows:
+        _add[(rows, triton.cdiv(C, COLUMNS))](x_sC, y_sC, gates_RC, pairs_s, C, gates_RC.stride(0), WIDTH=COLUMNS)
+
+
+def turn(x_pjD: Tensor, out_pjD: Tensor, norm_D: Tensor, cos_pA: Tensor, sin_pA: Tensor) -> None:
+    """Every head normed and its leading 2A channels rotated, into out_pjD, which may be x_pjD itself."""
+    _lay(x_pjD, out_pjD, norm_D, cos_pA, sin_pA, turns=True)
+
+
+def copy(x_pjD: Tensor, out_pjD: Tensor) -> None:
+    """Heads as they are, from one place to another."""
+    half = x_pjD.new_empty(0, x_pjD.shape[2] // 2)
+    _lay(x_pjD, out_pjD, half, half, half, turns=False)
+
+
+def _lay(x_pjD: Tensor, out_pjD: Tensor, norm_D: Tensor, cos_pA: Tensor, sin_pA: Tensor, *, turns: bool) -> None:
+    (p, j, D), A = x_pjD.shape, cos_pA.shape[1]
+    assert x_pjD.stride()[1:] == out_pjD.stride()[1:] == (D, 1), (x_pjD.stride(), out_pjD.stride())
+    if not x_pjD.numel():
+        return
+    count = min(HEADS, triton.next_power_of_2(j))
+    sizes = {"HALF": triton.next_power_of_2(A), "REST": triton.next_power_of_2(max(1, D - 2 * A)), "HEADS": count}
+    strides = x_pjD.stride(0), out_pjD.stride(0)
+    _turn[(p, triton.cdiv(j, count))](
+        x_pjD, out_pjD, norm_D, cos_pA, sin_pA, j, *strides, NORM_EPS, D=D, A=A, TURN=turns, **sizes
+    )
 
 
 def activate(gate_up_g2f: Tensor) -> Tensor:
