@@ -10,13 +10,17 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from h3dist.vae import VideoVae
+from h3dist.vae.fast import FastDecoder
 
-Call = Callable[[Tensor], Tensor]  # latents [B, 24, 7, y, x] to raw frames [B, 3, 28, Y, X]
+# Latents [B, 24, 7, y, x] to raw frames [B, 3, 28 or 22, Y, X], or to nothing where a way is but a part of the work.
+Call = Callable[[Tensor], Tensor | None]
 COMPILED_BATCHES = (1, 4, 8)
+LARGE = 7  # tiles: 28 of a chunk at 1344x768 are four such batches, and its rows fill an H200's processors
 
 
 @dataclass(frozen=True)
@@ -33,8 +37,13 @@ class Way:
 
 def all_ways(batches: list[int], *, cuda: bool, compiled: bool, whole: bool) -> list[Way]:
     """The plain way first, then by how much they tell for their time; `whole`: the whole decoder compiled as well."""
-    ways = [Way("eager", batch, eager) for batch in batches] + [Way("eager without autocast", 1, without_autocast)]
+    ways = [Way("eager", batch, eager) for batch in batches] + [Way("fast", batch, fast) for batch in batches]
+    ways += [Way("eager without autocast", 1, without_autocast)]
     if cuda:
+        ways += [Way(f"fast, {kind} attention", LARGE, partial(fast, kind=kind)) for kind in ("flash", "cudnn")]
+        ways += [Way("fast, CUDA graph", batch, fast_graphed) for batch in (1, LARGE)]
+        ways += [Way("products alone", batch, products) for batch in batches]
+        ways += [Way("attention alone", batch, attention) for batch in (1, LARGE)]
         ways += [Way(f"eager, {kind} attention", 1, partial(by_attention, kind)) for kind in ("flash", "cudnn")]
         ways += [Way("eager, CUDA graph", batch, graphed) for batch in (1, 4)]
     if compiled:
@@ -55,6 +64,49 @@ def eager(vae: VideoVae, example: Tensor) -> Call:
     def call(latents: Tensor) -> Tensor:
         with torch.no_grad(), autocast(vae):
             return decoder(first(latents.to(first.weight.dtype)))
+
+    return call
+
+
+def fast(vae: VideoVae, example: Tensor, kind: str | None = None) -> Call:
+    """Our own forward of the same weights; `kind`: one of torch's attention kernels."""
+    return partial(FastDecoder.of(vae.parts, vae.device), attention=kind)
+
+
+def fast_graphed(vae: VideoVae, example: Tensor) -> Call:
+    """The same, recorded once and replayed."""
+    return recorded(fast(vae, example), example)
+
+
+def products(vae: VideoVae, example: Tensor) -> Call:
+    """The matrix products of all layers and nothing else: what no way can be faster than."""
+    decoder = FastDecoder.of(vae.parts, vae.device)
+    rows = len(example) * (example[0, 0].numel() + decoder.decoder.num_register_tokens + 1)
+    C, f = decoder.layers[0].down.weight.shape
+    h_NC = decoder.layers[0].down.weight.new_empty(rows, C).normal_()
+    gated_Nf = h_NC.new_empty(rows, f).normal_()
+
+    def call(latents: Tensor) -> None:
+        with torch.no_grad():
+            for layer in decoder.layers:
+                for part in (layer.qkv, layer.out, layer.up_gate):
+                    F.linear(h_NC, *part)
+                F.linear(gated_Nf, *layer.down)
+
+    return call
+
+
+def attention(vae: VideoVae, example: Tensor) -> Call:
+    """The attention of all layers and nothing else."""
+    decoder = FastDecoder.of(vae.parts, vae.device)
+    rows, weight = example[0, 0].numel() + decoder.decoder.num_register_tokens + 1, decoder.layers[0].qkv.weight
+    qkv = weight.new_empty(len(example), rows, 3, decoder.heads, weight.shape[1] // decoder.heads).normal_()
+    q, k, v = qkv.permute(2, 0, 3, 1, 4)
+
+    def call(latents: Tensor) -> None:
+        with only("cudnn" if q.is_cuda else "any"):
+            for _ in decoder.layers:
+                F.scaled_dot_product_attention(q, k, v)
 
     return call
 
