@@ -398,7 +398,7 @@ def test_plans_as_json_and_as_a_table(run):
     assert found["choice"]["taken"]["seconds"] > 0 and len(found["choice"]["rivals"]) == 3
     assert len(found["choice"]["placement"]["resident_bytes"]) == 8
     taken = found["choice"]["taken"]
-    plain = {"variant": "heads", "groups": 1, "codec": "none", "rows": "plain", "chunks": 1}
+    plain = {"variant": "heads", "groups": 1, "codec": "none", "rows": "plain", "chunks": 1, "transport": "collective"}
     assert taken["exchange"] == found["exchange"] == plain
     assert taken["exchanges"][0]["seconds"] == taken["seconds"] and len(taken["exchanges"]) > 10
     code, out, _ = run("plan", "--links", links, "--table", "a fox")
