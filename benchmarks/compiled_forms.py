@@ -21,7 +21,7 @@ from h3dist.checkpoint.formats import Weight
 from h3dist.checkpoint.nvfp4 import Nvfp4Weight
 from h3dist.model.block import View
 from h3dist.model.dense import Linear
-from h3dist.model.elementwise import ATTENTION, FACTOR, GATE, MLP, NORM_EPS, SHIFT, Elementwise
+from h3dist.model.elementwise import ATTENTION, FACTOR, GATE, MLP, NORM_EPS, SHIFT, Elementwise, Heads
 from h3dist.model.exchange import Alone
 from h3dist.model.fused import pairs_of
 from h3dist.model.rotary import Rotation
@@ -46,9 +46,12 @@ def add_modulated(x_sC: Tensor, y_sC: Tensor, table_R6C: Tensor, norm_C: Tensor,
     return modulated(x_sC, norm_C, table_R6C[:, MLP:], pairs_s)
 
 
-def turned(q_pjD: Tensor, k_pjD: Tensor, q_norm_D: Tensor, k_norm_D: Tensor, angles: Rotation) -> tuple[Tensor, Tensor]:
-    """q and k normed over the head and rotated, in new memory."""
-    return _turned(q_pjD, q_norm_D, angles), _turned(k_pjD, k_norm_D, angles)
+def turn(heads: Heads, out: Heads, q_norm_D: Tensor, k_norm_D: Tensor, angles: Rotation) -> None:
+    """q and k normed over the head and rotated, and v, into `out`: themselves, or where they are to go."""
+    for x_pjD, out_pjD, norm_D in zip(heads, out, (q_norm_D, k_norm_D), strict=False):
+        out_pjD.copy_(_turned(x_pjD, norm_D, angles))
+    if out[2] is not heads[2]:
+        out[2].copy_(heads[2])
 
 
 def _turned(x_pjD: Tensor, norm_D: Tensor, angles: Rotation) -> Tensor:
@@ -65,7 +68,7 @@ def activated(gate_up_g2f: Tensor) -> Tensor:
     return F.silu(gate_gf) * up_gf
 
 
-FORMS = Elementwise(lambda rotation: rotation, modulated, add_modulated, add_gated, turned, activated)
+FORMS = Elementwise(lambda rotation: rotation, modulated, add_modulated, add_gated, turn, activated)
 
 
 def compiled_between(view: View, rows: int, device: torch.device, compiler: Compile) -> View:

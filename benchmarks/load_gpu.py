@@ -72,6 +72,7 @@ def main(words: list[str] | None = None) -> int:
         print(f"{path.stat().st_size / 1e9:.2f} GB written in {time.perf_counter() - begun:.1f} s to {folder}")
         dfile = open_denoiser(path)
         told = {"blocks": args.blocks, "file_system": file_system(folder), "dropped": drop(path, device)}
+        told |= environment(device)
         print(f"file system {told['file_system']}; page cache dropped: {told['dropped']}\n")
         print("| | | s | GB | GB/s | of the slower of disk and bus | host GB at most |\n" + "|---" * 7 + "|")
         rows: list[Row] = []
@@ -80,7 +81,7 @@ def main(words: list[str] | None = None) -> int:
             rows.append(row)
             print(line(row), flush=True)
             if args.json:
-                record = told | environment(device) | {"rows": [asdict(row) | {"rate": row.rate} for row in rows]}
+                record = told | {"rows": [asdict(row) | {"rate": row.rate} for row in rows]}
                 args.json.write_text(json.dumps(record, indent=1) + "\n")
     return 0
 

@@ -92,14 +92,13 @@ def main(words: list[str] | None = None) -> int:
     args = arguments(words)
     device, begun = torch.device(args.device), time.monotonic()
     spec = Spec(shapes_of(args), size=args.size, device=args.device, blocks=args.blocks, repeats=args.repeats)
-    rows: list[Row] = []
+    told, rows = {"blocks": spec.dims.layers, "compiler": args.compiler, **environment(device)}, []
     print("| shape | way | ms | to plain | host ms | first, s | error | GB at most | |\n" + "|---" * 9 + "|")
     with Comm.connect(Ranks(), Layout(), device, backend="auto") as comm:
         for row in trials(spec, device, comm, args.compiler, begun + args.limit):
             rows.append(row)
             print(line(row), flush=True)
             if args.json:
-                told = {"blocks": spec.dims.layers, "compiler": args.compiler, **environment(device)}
                 args.json.write_text(json.dumps(told | {"rows": [asdict(row) for row in rows]}, indent=1) + "\n")
     return 0
 
