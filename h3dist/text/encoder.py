@@ -6,7 +6,8 @@ Shapes: L rows of text, C hidden.
 """
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from h3dist.checkpoint.comfy import StateFile
+from h3dist.checkpoint.readers import ahead
 from h3dist.checkpoint.slices import Slice
 from h3dist.checkpoint.storage import ALL
 from h3dist.checkpoint.text_names import LAYERS
@@ -56,11 +58,12 @@ class TextEncoder:
         if decoder is not None:
             decoder.embed_tokens = model.language_model.embed_tokens
             model.set_submodule("language_model", decoder)
-        for name, module in list(model.named_modules()):
-            if isinstance(module, nn.Linear):
-                model.set_submodule(name, stored_linear(state, file_name(name), device))
         table = StoredEmbedding(state.linear(EMBEDDING).to(device))
         model.set_submodule("language_model.embed_tokens", table)
+        names = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+        layers = stored_linears(state, [(file_name(name), ALL) for name in names], device)
+        for name, layer in zip(names, layers, strict=True):
+            model.set_submodule(name, layer)
         return cls(with_plain(model, state, file_name, device), torch.device(device))
 
     @torch.no_grad()
@@ -144,6 +147,18 @@ def skeleton(config: dict[str, Any]) -> "Qwen3VLModel":
     model.language_model.rotary_emb = type(model.language_model.rotary_emb)(settings.text_config)
     model.visual.rotary_pos_emb = type(model.visual.rotary_pos_emb)(settings.vision_config)
     return model
+
+
+def stored_linears(
+    state: StateFile, layers: Iterable[tuple[str, Slice]], device: torch.device | str
+) -> Iterator[StoredLinear]:
+    """Linears over the stored weights of layers, or over cuts of them, in order; read by threads, as they are taken.
+
+    From then on what the file gives for a GPU is in pinned memory. Raises CheckpointError.
+    """
+    device = torch.empty(0, device=device).device  # with its index: a thread has a current device of its own
+    state.file.pinned = device.type == "cuda"
+    return ahead(partial(stored_linear, state, layer, device, cut) for layer, cut in layers)
 
 
 def stored_linear(state: StateFile, layer: str, device: torch.device | str, cut: Slice = ALL) -> StoredLinear:

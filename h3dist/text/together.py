@@ -22,7 +22,7 @@ from h3dist.comm import Comm
 from h3dist.comm.encoding import RankEncoding
 from h3dist.plan import EncodePlan, Span
 from h3dist.plan.encode import widths
-from h3dist.text.encoder import TextEncoder, finite, read_config, skeleton, stored_linear, with_plain
+from h3dist.text.encoder import TextEncoder, finite, read_config, skeleton, stored_linears, with_plain
 from h3dist.text.layers import StoredLinear
 from h3dist.text.presentation import Presentation
 from h3dist.text.vision import Vision
@@ -111,11 +111,11 @@ def load_layers(
     model.embed_tokens = nn.Identity()  # what it would give is given
     hidden = Join(ranks, "encode.hidden", widths(plan.shares, "hidden"))
     places = _places(dims, share.heads).to(device)
-    for name, module in list(model.named_modules()):
-        if not isinstance(module, nn.Linear):
-            continue
-        kind = name.split(".", 2)[2]  # past "layers.3."
-        layer: nn.Module = stored_linear(state, f"model.{name}", device, slices[kind])
+    names = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    kinds = [name.split(".", 2)[2] for name in names]  # past "layers.3."
+    wanted = [(f"model.{name}", slices[kind]) for name, kind in zip(names, kinds, strict=True)]
+    layer: nn.Module
+    for name, kind, layer in zip(names, kinds, stored_linears(state, wanted, device), strict=True):
         if kind in KEYS:
             layer = OwnKeys(layer, places, dims.head_dim)
         if kind in JOINED:
