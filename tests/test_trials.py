@@ -28,7 +28,8 @@ def rows_of(path: Path) -> dict:
 
 def test_every_way_gives_the_plain_velocity_or_says_why_not(tmp_path, monkeypatch, capsys):
     out = tmp_path / "trials.json"
-    monkeypatch.setattr(trials, "WAYS", trials.WAYS[:-1])  # a block as it is takes long to trace
+    slow = ("block compiled as it is", "between compiled, ahead")  # the one to trace, the other beside its like
+    monkeypatch.setattr(trials, "WAYS", tuple(way for way in trials.WAYS if way.name not in slow))
     assert trials.main([*SMALL, "--shapes", "64x64x5", "--json", str(out)]) == 0
     rows = {way: row for (_, way), row in rows_of(out).items()}
     assert rows.keys() == {way.name for way in trials.WAYS}
