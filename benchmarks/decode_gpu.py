@@ -84,7 +84,7 @@ def arguments(words: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--ways", default="", help="a regular expression: only these, and the plain one")
     parser.add_argument("--tiles", type=int, default=16, help="that a way does at least")
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--seconds", type=float, default=85, help="after which no other way is begun")
+    parser.add_argument("--seconds", type=float, default=75, help="after which no other way is begun")
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--compile-whole", action="store_true", help="the whole decoder too: minutes")

@@ -255,7 +255,7 @@ def rank_main(rank: int, ranks: int, shape: str, extra: Extra, repeats: int, fol
     torch.manual_seed(0)
     video = torch.randn(1, 24, clip.latent_t, clip.latent_h, clip.latent_w)
     audio = torch.randn(1, 32, 2, clip.audio_latents)
-    clean = Small(video, audio, None, None, device, random_video_vae(video_settings(**SMALL), device))
+    clean = Small(video, audio, None, None, device, vae=random_video_vae(video_settings(**SMALL), device))
     store = dist.FileStore(f"{folder}/store", ranks) if ranks > 1 else None
     seconds, busy, parts = [], [], scheduled(clip, ranks, extra)
     with Comm.connect(Ranks(rank, rank, ranks, ranks), Layout(sp=ranks), device, store=store) as comm:

@@ -112,6 +112,8 @@ class DecodeConfig:
     """Where latents become frames and sound."""
 
     mode: str = "auto"  # rank0: rank 0 alone; parallel: tile by tile on all ranks; auto: as the plan finds
+    fast: str = "off"  # on: the video VAE's decoder in fewer, larger steps; as near as float16 allows, other bits
+    batch: int | None = None  # tiles of a call at most; null: one, and seven where fast=on
 
 
 @dataclass
@@ -182,11 +184,13 @@ CHOICES: Mapping[str, tuple[str, ...]] = {
     "sampler.noise": ("comfy", "official"),
     "encode.text": ("auto", "rank0", "tp"),
     "decode.mode": ("auto", "rank0", "parallel"),
+    "decode.fast": ("off", "on"),
 }
 POSITIVE = (
     "runtime.timeout",
     "runtime.stage_timeout",
     "exchange.chunks",
+    "decode.batch",
     "parallel.dp",
     "parallel.sp",
     "parallel.tp",

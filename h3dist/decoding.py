@@ -3,7 +3,8 @@
 Together, a rank's tiles of a chunk travel while it decodes those of the next, and before those of the one after it
 waits until the first chunk is whole on rank 0. So rank 0 blends and encodes in the serial order while the others
 decode on, holds the tiles of two chunks at most, and nobody else more than its own of them. Frames and sound are
-those of rank 0 alone to the last bit: a tile is the same call of the same decoder wherever it is made.
+those of rank 0 alone to the last bit: a tile is made by the same call of the same decoder, beside the same tiles,
+wherever that is.
 
 Shape letters: T h w latent frames, height and width; A audio latents a channel; y x pixels of a tile; N samples.
 """
@@ -46,6 +47,8 @@ class Clean:
     files: Vaes
     model: ModelConfig
     device: torch.device
+    fast: bool = False  # the video VAE's decoder in fewer steps
+    batch: int = 1  # tiles of a call
 
     def sound(self) -> Tensor:
         """The sound, f32 [2, 800 A] on the CPU. Its VAE is read, and leaves again."""
@@ -53,7 +56,7 @@ class Clean:
 
     def video_vae(self) -> VideoVae:
         """The video VAE's decoder, read."""
-        return VideoVae.load(self.files.video, self.model.video_vae_config, self.device)
+        return VideoVae.load(self.files.video, self.model.video_vae_config, self.device, fast=self.fast)
 
 
 @dataclass(frozen=True)
@@ -82,7 +85,7 @@ def vaes_for(plan: Plan, slots: Slots | None, model: ModelConfig) -> Vaes | None
 def decode_alone(clean: Clean) -> Iterator[Decoded]:
     """Rank 0 decodes, on every core, while the others wait. Raises as the VAEs do."""
     with all_cores():
-        yield Decoded(clean.sound(), clean.video_vae().decode(clean.video))
+        yield Decoded(clean.sound(), clean.video_vae().decode(clean.video, clean.batch))
 
 
 @contextmanager
@@ -120,11 +123,12 @@ def decode_tiles(clean: Clean, comm: Comm, schedule: Schedule, cuts: Cuts) -> It
     """
     vae = clean.video_vae() if schedule.total(comm.rank) else None
     restored = vae.statistics.restore(clean.video) if vae else None
-    jobs, tiles = list(cuts.jobs()), len(schedule.chunks[0])
+    jobs = list(cuts.jobs())
     waiting: Callable[[], list[Tensor]] | None = None
     for chunk, owners in enumerate(schedule.chunks):
-        places = schedule.mine(comm.rank, chunk)
-        own = [vae.decode_job(restored, jobs[chunk * tiles + place]) for place in places] if vae else []
+        calls = schedule.calls(comm.rank, chunk, clean.batch)
+        mine = [[jobs[chunk * cuts.tiles + place] for place in call] for call in calls]
+        own = [tile for call in mine for tile in vae.decode_jobs(restored, call, clean.batch)] if vae else []
         begun = hand_in_tiles(own, owners, comm, (3, CHUNK_FRAMES + TAIL_FRAMES, cuts.rows.size, cuts.cols.size))
         if waiting:
             yield waiting()

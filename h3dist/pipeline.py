@@ -312,8 +312,9 @@ def decode(site: Site, denoised: Denoised) -> None:
         return [RankReport(**json.loads(text)) for text in comm.collect("reports", mine)]
 
     with site.stage("decode"):
-        clean = Clean(denoised.video, denoised.audio, vaes, site.config.model, site.device) if vaes else None
-        parts = schedule_decode(plan.geometry, plan.layout.ranks, site.device.type)
+        asked = plan.decode.fast, plan.decode.batch
+        clean = Clean(denoised.video, denoised.audio, vaes, site.config.model, site.device, *asked) if vaes else None
+        parts = schedule_decode(plan.geometry, plan.layout.ranks, site.device.type, plan.decode.batch)
         if site.first:
             assert site.outputs is not None
             how = (

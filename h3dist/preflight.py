@@ -145,6 +145,8 @@ def plan_on(
         gemm=gemm,
         resident_blocks=OFFLOADED if config.runtime.offload == "blocks" else None,
         decode=config.decode.mode,
+        fast_decode=config.decode.fast == "on",
+        decode_batch=config.decode.batch,
         device=device,
         **options,
     )

@@ -70,7 +70,7 @@ def describe_run(
     """
     # the request stands at the top; output and job name this run's files
     left_out = {"request", "job", "output"} | (
-        set() if plan else {"parallel", "attention", "exchange", "sampler", "encode", "decode"}
+        set() if plan else {"parallel", "attention", "exchange", "sampler", "encode"}
     )
     settings = {part: values for part, values in asdict(config).items() if part not in left_out}
     return {

@@ -6,6 +6,7 @@ all ranks work on the next. Costs are in units of one job of a whole tile. Stand
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 Costs = Sequence[Sequence[float]]  # of each job, chunk by chunk, in serial order
 
@@ -34,6 +35,10 @@ class Schedule:
         """The places, within a chunk, of a rank's jobs."""
         return [place for place, owner in enumerate(self.chunks[chunk]) if owner == rank]
 
+    def calls(self, rank: int, chunk: int, batch: int) -> list[list[int]]:
+        """The same places, those of a call of `batch` jobs together: the chunk's first ones, the next, and so on."""
+        return [list(places) for _, places in groupby(self.mine(rank, chunk), lambda place: place // batch)]
+
     def counts(self, chunk: int) -> list[int]:
         """How many jobs of a chunk each rank has."""
         return [self.chunks[chunk].count(rank) for rank in range(self.ranks)]
@@ -43,8 +48,8 @@ class Schedule:
         return sum(owners.count(rank) for owners in self.chunks)
 
 
-def spread(costs: Costs, ranks: int, extra: Extra) -> Schedule:
-    """Every job, in serial order, to the rank that is free first, the lowest of several.
+def spread(costs: Costs, ranks: int, extra: Extra, batch: int = 1) -> Schedule:
+    """Every call of `batch` jobs of a chunk, in serial order, to the rank that is free first, the lowest of several.
 
     Serial order keeps the ranks within a job of each other at the end of every chunk, so that nobody waits long for
     the chunk to be whole.
@@ -54,10 +59,11 @@ def spread(costs: Costs, ranks: int, extra: Extra) -> Schedule:
     chunks = []
     for jobs in costs:
         owners = []
-        for cost in jobs:
+        for begin in range(0, len(jobs), batch):
+            call = jobs[begin : begin + batch]
             rank = min(range(ranks), key=busy.__getitem__)
-            busy[rank] += cost
-            owners.append(rank)
+            busy[rank] += sum(call)
+            owners += [rank] * len(call)
         busy[0] += extra.chunk
         chunks.append(tuple(owners))
     return Schedule(ranks, tuple(chunks))

@@ -7,6 +7,7 @@ tiles of 256 pixels that overlap by at least 64, chunks of 7 latents of which th
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import islice
 
 from h3dist.errors import RequestError
 from h3dist.geometry import CHUNK_FRAMES, CHUNK_LATENTS, LATENT_PIXELS, TAIL_FRAMES, TAIL_LATENTS
@@ -72,6 +73,18 @@ class Cuts:
                 for col in range(len(self.cols.starts)):
                     yield Job(chunk.latents, self.rows.latents(row), self.cols.latents(col))
 
+    @property
+    def tiles(self) -> int:
+        """Tiles of a chunk."""
+        return len(self.rows.starts) * len(self.cols.starts)
+
+    def calls(self, batch: int) -> Iterator[list[Job]]:
+        """The jobs in the same order, `batch` at a time; a chunk's last ones may be fewer."""
+        jobs = self.jobs()
+        for _ in self.chunks:
+            for begin in range(0, self.tiles, batch):
+                yield list(islice(jobs, min(batch, self.tiles - begin)))
+
 
 def cut_axis(length: int) -> Axis:
     """The fewest 256-pixel tiles that cover `length` pixels with overlaps of 64 or more.
@@ -90,6 +103,12 @@ def cut_axis(length: int) -> Axis:
     for overlap in overlaps:
         starts.append(starts[-1] + TILE_PIXELS - overlap)
     return Axis(tuple(starts), TILE_PIXELS, overlaps)
+
+
+def even_batch(tiles: int, most: int) -> int:
+    """How many of a chunk's tiles to decode in a call: the fewest that need no more calls than `most` would."""
+    calls = -(-tiles // most)
+    return -(-tiles // calls)
 
 
 def cut_time(latent_t: int) -> tuple[Chunk, ...]:

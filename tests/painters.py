@@ -8,7 +8,8 @@ import hashlib
 import os
 import signal
 import time
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -37,10 +38,12 @@ class Shape:
     width: int
     height: int
     frames: int
+    batch: int = 1  # tiles of a call at most
 
     def plan(self, ranks: int, device: str = "cpu") -> Plan:
         resolved = Resolved("t2va", "x", self.width, self.height, self.frames, align_frames(self.frames), 7, 1, True)
         options = {"dtype": "float32", "attention": "sdpa", "steps": 1, "decode": "parallel", "device": device}
+        options["decode_batch"] = self.batch
         return make_plan(resolved, DIMS, 3, Layout(sp=ranks), **options)
 
     def latents(self) -> tuple[Tensor, Tensor]:
@@ -66,7 +69,14 @@ class Painter:
     rank: int
     trouble: str | None
     begun: list[tuple[tuple[int, ...], float]]  # of every job: its latents, and when
+    calls: list[int] = field(default_factory=list)  # how many jobs each has
     statistics: type[Same] = Same
+
+    def decode_jobs(self, latents: Tensor, jobs: Sequence[Job], batch: int) -> list[Tensor]:
+        """Each tile by itself; those of a call that is not full would be the last one again."""
+        assert 0 < len(jobs) <= batch
+        self.calls.append(len(jobs))
+        return [self.decode_job(latents, job) for job in jobs]
 
     def decode_job(self, latents: Tensor, job: Job) -> Tensor:
         self.begun.append((job.latents, time.monotonic()))
@@ -114,11 +124,13 @@ class Saw:
     planned: dict[str, int]
     begun: list[tuple[tuple[int, ...], float]]
     had: list[float]  # when rank 0 had each chunk
+    calls: list[int]  # tiles of each call
 
 
 def painted(shape: Shape, rank: int, trouble: str | None = None, device: str = "cpu") -> Painted:
     video, audio = (latents.to(device) for latents in shape.latents())
-    return Painted(video, audio, None, None, torch.device(device), Painter(rank, trouble, []))
+    how = {"batch": shape.plan(1).decode.batch, "painter": Painter(rank, trouble, [])}
+    return Painted(video, audio, None, None, torch.device(device), **how)
 
 
 def digest(tensor: Tensor) -> str:
@@ -154,7 +166,7 @@ def decode_on_gpus(seat: Any, shape: Shape, backend: str) -> Saw:
 
 def decode_over(comm: Comm, seat: Any, shape: Shape, troubles: dict[int, str], pause: float) -> Saw:
     plan = shape.plan(seat.world, device=comm.device.type)
-    parts = schedule_decode(plan.geometry, seat.world, comm.device.type)
+    parts = schedule_decode(plan.geometry, seat.world, comm.device.type, plan.decode.batch)
     comm.counted.update(dict.fromkeys(DECODE_LABELS, 0))
     clean = painted(shape, seat.rank, troubles.get(seat.rank), str(comm.device))
     frames, sound, had = None, None, []
@@ -172,4 +184,4 @@ def decode_over(comm: Comm, seat: Any, shape: Shape, troubles: dict[int, str], p
             frames = digest(torch.cat(chunks))
     sent = {label: comm.counted[label] for label in DECODE_LABELS}
     planned = {label: plan.shares[seat.rank].sent[label] for label in DECODE_LABELS}
-    return Saw(frames, sound, sent, planned, clean.painter.begun, had)
+    return Saw(frames, sound, sent, planned, clean.painter.begun, had, clean.painter.calls)

@@ -1,10 +1,11 @@
 """Latents saved by one run, decoded by another: what is refused, and what the new sidecar may claim."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from h3dist.checkpoint.tiny import write_tiny
 from h3dist.config import compose
@@ -44,11 +45,27 @@ def test_more_steps_than_the_beta_schedule_has_still_decode(config, saved):
     assert clip.endswith("clip.mp4") and told["request"]["steps"] == 200
 
 
+def test_by_the_fast_decoder_frames_are_within_a_level(config, saved):
+    plain, fast = decoded(config, saved()), decoded(with_decode(config, "on", 3), saved())
+    assert (plain.int() - fast.int()).abs().max() <= 1
+    assert torch.equal(fast, decoded(with_decode(config, "on", None), saved())), "one tile is one, whatever the calls"
+
+
+def with_decode(config, fast, batch):
+    return replace(config, decode=replace(config.decode, fast=fast, batch=batch))
+
+
+def decoded(config, path):
+    kept = path.with_name("kept.safetensors")
+    decode_file(config, path, {"intermediates": str(kept)})
+    return load_file(kept)["frames"]
+
+
 def test_the_sidecar_claims_no_sampler_or_layout_for_latents_that_were_given(config, saved):
     path = saved()
     decode_file(config, path, {"latents": str(path.with_name("again.safetensors"))})
     assert path.with_name("again.safetensors").exists()
-    assert set(json.loads(path.with_name("clip.json").read_text())["config"]) == {"model", "runtime"}
+    assert set(json.loads(path.with_name("clip.json").read_text())["config"]) == {"model", "runtime", "decode"}
 
 
 @pytest.mark.parametrize("text", ["{", "[]", "null", "[" * 100_000], ids=["cut", "list", "null", "deep"])

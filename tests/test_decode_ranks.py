@@ -13,6 +13,8 @@ SHAPES = [
     Shape(288, 32, 124),  # 1 x 2 tiles, seven chunks
     Shape(64, 64, 5),  # one tile of two latents: fewer jobs than ranks
     Shape(32, 32, 362),  # one tile a chunk, 21 chunks
+    Shape(864, 32, 39, batch=2),  # two chunks of five tiles, in calls of 2, 2 and 1
+    Shape(288, 288, 39, batch=7),  # all four of a chunk in a call
 ]
 LONG = Shape(288, 32, 124)
 pytestmark = pytest.mark.limit(200)
@@ -38,7 +40,11 @@ def test_frames_and_sound_are_those_of_one_rank_and_bytes_those_of_the_plan(worl
         assert (seen[0].frames, seen[0].sound) == expected[shape], shape
         for rank, saw in enumerate(seen):
             assert saw.sent == saw.planned, shape
-            assert len(saw.begun) == plan.decode.tiles[rank]
+            assert len(saw.begun) == sum(saw.calls) == plan.decode.tiles[rank]
+        calls = sorted(call for saw in seen for call in saw.calls)
+        batch, chunks = plan.decode.batch, shape.frames // 17 or 1
+        rest = sum(calls) // chunks % batch
+        assert calls == [rest] * (chunks if rest else 0) + [batch] * (sum(calls) // chunks // batch * chunks), shape
         assert not any(seen[0].sent.values()), "rank 0 sends nothing"
         assert seen[-1].sent["decode.sound"] == 2 * 800 * plan.geometry.audio_latents * 4
         jobs = len(list(schedule_decode(plan.geometry, 1, "cpu")[0].jobs()))

@@ -6,6 +6,7 @@ from h3dist.plan import Layout, make_plan, released_dims
 from h3dist.plan import decode as plan_decode
 from h3dist.plan.plan import relayout
 from h3dist.request import Resolved
+from h3dist.tiles import even_batch
 
 GIB = 1 << 30
 CLIP = Resolved("t2va", "a quiet shot", 1344, 768, 124, 124, 7, 12, True)  # 7 chunks of 28 tiles
@@ -51,6 +52,29 @@ def test_a_rank_that_decodes_holds_the_vae_and_its_tiles_and_rank_0_two_chunks()
     assert plan.memory[0]["decode"] - alone.memory[0]["decode"] == 2 * 28 * tile + (1 << 28) - GIB
     others = [{k: v for k, v in stages.items() if k != "decode"} for stages in plan.memory]
     assert others == [{k: v for k, v in stages.items() if k != "decode"} for stages in alone.memory]
+
+
+def test_calls_of_several_tiles_stay_whole_and_take_memory():
+    options = {"dtype": "bfloat16", "attention": "sdpa", "steps": 12, "files": FILES, "fast_decode": True}
+    for ranks in (1, 2, 3, 4, 7, 8):
+        plan = make_plan(CLIP, released_dims(), 60, Layout(sp=ranks), decode="parallel", **options)
+        assert plan.decode.fast and plan.decode.batch == 7
+        assert all(tiles % 7 == 0 for tiles in plan.decode.tiles)
+        assert plan.decode.speedup >= 0.87 * ranks or ranks > 4
+    assert (
+        "4 tiles a call, by the fast decoder"
+        in make_plan(CLIP, released_dims(), 60, Layout(), decode_batch=4, **options).text()
+    )
+    alone = make_plan(CLIP, released_dims(), 60, Layout(sp=2), **options)
+    more = [fast["decode"] - plain["decode"] for fast, plain in zip(alone.memory, plan_of(2).memory, strict=True)]
+    assert more == [7 << 28, 0], "rank 0 alone decodes"
+
+
+@pytest.mark.parametrize(
+    ("tiles", "most", "batch"), [(28, 7, 7), (15, 7, 5), (16, 7, 6), (1, 7, 1), (9, 1, 1), (5, 8, 5)]
+)
+def test_calls_are_as_full_as_their_number_allows(tiles, most, batch):
+    assert even_batch(tiles, most) == batch
 
 
 def test_longer_clips_need_no_more_to_decode():

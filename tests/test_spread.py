@@ -43,6 +43,13 @@ def test_dear_jobs_are_balanced_by_their_cost():
     assert schedule.chunks == ((0, 1, 1, 1, 1, 1),)
 
 
+def test_a_call_is_one_ranks_and_counts_as_much_as_its_jobs():
+    schedule = spread([[1.0] * 5] * 2, 2, Extra(), 2)
+    assert schedule.chunks == ((0, 0, 1, 1, 0), (1, 1, 0, 0, 1))
+    assert schedule.calls(0, 0, 2) == [[0, 1], [4]] and schedule.calls(1, 0, 2) == [[2, 3]]
+    assert spread(COSTS, 4, Extra(0.3, 2.0), 1) == spread(COSTS, 4, Extra(0.3, 2.0))
+
+
 def test_fewer_jobs_than_ranks_leave_ranks_without_any():
     schedule = spread([[1.0, 1.0]], 8, Extra(chunk=0.1, sound=0.1))
     assert schedule.chunks == ((0, 1),)

@@ -5,17 +5,20 @@ is set; the rest runs anywhere.
 
 import importlib.util
 import os
+from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
 from torch import Tensor
 
 from h3dist.errors import MissingDependency
+from h3dist.spread import Extra, spread
 from h3dist.tiles import cut_video
 from h3dist.vae import VideoVae, forms
 from h3dist.vae.fast import FastDecoder
 from h3dist.vae.forms import PLAIN, Turns
-from h3dist.vae.video import _build, _wanted
+from h3dist.vae.video import _build, _wanted, finish
 from h3dist.vae.weights import read_config
 
 INTERPRETED = importlib.util.find_spec("triton") is not None and os.environ.get("TRITON_INTERPRET") == "1"
@@ -94,6 +97,26 @@ def test_a_tile_is_the_same_bits_at_every_place_of_a_batch_and_among_any_others(
     assert torch.equal(fast(latents)[1:], wanted[1:]), "NaN stays in its tile"
     latents[0] = latents[3]
     assert torch.equal(fast(latents.flip(0))[0], wanted[3]) and torch.equal(fast(latents)[0], wanted[3])
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_frames_do_not_depend_on_the_number_of_ranks(device):
+    """Calls as the schedules of 1 to 8 ranks have them: five tiles of a chunk in calls of 2, 2 and 1."""
+    vae = random_vae(SIZES[1], device)
+    vae = replace(vae, fast=FastDecoder.of(vae.parts, vae.device))
+    latents = draw(1, 24, 12, 2, 54).to(device)
+    cuts = cut_video(*latents.shape[2:])
+    wanted = torch.cat(list(vae.decode(latents, 2)))
+    restored, jobs = vae.statistics.restore(latents), list(cuts.jobs())
+    for ranks in range(1, 9):
+        schedule, tiles = spread([[1.0] * 5] * 2, ranks, Extra(0.1, 0.7), 2), {}
+        for rank, chunk in product(range(ranks), range(2)):
+            for call in schedule.calls(rank, chunk, 2):
+                found = vae.decode_jobs(restored, [jobs[5 * chunk + place] for place in call], 2)
+                tiles |= {(chunk, place): tile for place, tile in zip(call, found, strict=True)}
+        assert torch.equal(torch.cat(list(finish([tiles[place] for place in sorted(tiles)], cuts))), wanted)
+    plain = torch.cat(list(replace(vae, fast=None).decode(latents))).int()
+    assert (plain - wanted.int()).abs().max() <= (0 if device == "cpu" else 2)
 
 
 @pytest.mark.gpu

@@ -1,6 +1,6 @@
 """Plans: how ranks share a run, and what that costs in bytes, before any work. Imports no torch."""
 
-from h3dist.plan.decode import DECODE_LABELS, DecodePlan, schedule_decode
+from h3dist.plan.decode import DECODE_LABELS, DecodePlan, ask_decode, schedule_decode
 from h3dist.plan.encode import ENCODE_LABELS, EncodePlan
 from h3dist.plan.exchange import ExchangePlan, choose_exchange
 from h3dist.plan.fit import Cut, check_memory, fits
@@ -33,6 +33,7 @@ __all__ = [
     "Plan",
     "Share",
     "Span",
+    "ask_decode",
     "check_memory",
     "choose_exchange",
     "column_spans",

@@ -1,5 +1,8 @@
 """Where a clip is decoded: by rank 0 alone, or tile by tile by all ranks; why, who does what, and what that takes.
 
+Tiles are decoded one a call, or a fixed number of them, which the canvas gives: the last call of a chunk is filled up,
+and no call is shared between ranks, so that frames do not depend on how many there are.
+
 Under "parallel" each rank has those tiles of the video VAE that `h3dist.spread` gives it, and the last rank the
 sound; rank 0 fades the tiles into frames and writes them, chunk by chunk. Bytes that a rank sends, once a run, for
 tiles [3, 22, y, x] of e bytes an element and A audio latents:
@@ -20,7 +23,7 @@ from h3dist.geometry import (
 )
 from h3dist.plan.memory import Stored
 from h3dist.spread import Extra, Schedule, makespan, spread
-from h3dist.tiles import Cuts, cut_video
+from h3dist.tiles import Cuts, cut_video, even_batch
 
 if TYPE_CHECKING:
     from h3dist.plan.plan import Plan, Share
@@ -29,6 +32,7 @@ DECODE_LABELS = ("decode.tiles", "decode.sound")
 FLOAT = 4
 TILE_ELEMENT = {"cuda": 2, "cpu": 4}  # bytes: the decoder gives float16 on CUDA, float32 on the CPU
 TILE_WORK = 1 << 28  # bytes: the widest point of one decoder layer on the 1797 tokens of a tile
+CALL_TILES = {False: 1, True: 7}  # by decode.fast: 28 tiles of a chunk at 1344x768 are four calls of 7
 # Parts of a tile's decoding: what rank 0 does to a tile (fades, colours, the copy to the host), and one audio latent.
 # On a CPU measured with benchmarks/parallel_decode.py; on CUDA guessed from bytes and launches, not measured yet.
 BESIDE = {"cpu": (0.0005, 0.0004), "cuda": (0.05, 0.03)}
@@ -43,6 +47,8 @@ class DecodePlan:
     device: str = "cpu"
     parallel: bool = False
     why: str = ""
+    fast: bool = False  # the video VAE's decoder in fewer, larger steps
+    batch: int = 1  # tiles of a call
     tiles: tuple[int, ...] = ()  # by rank; none where rank 0 decodes alone
     speedup: float = 1.0  # of the decoding, by the schedule: no transfer and no encoder counted
 
@@ -53,30 +59,36 @@ class DecodePlan:
 
     def text(self) -> str:
         """One line for people."""
+        calls = f"; {self.batch} tiles a call" * (self.batch > 1) + ", by the fast decoder" * self.fast
         if not self.parallel:
-            return f"rank 0 decodes: {self.why}"
+            return f"rank 0 decodes: {self.why}{calls}"
         counts = "-".join(map(str, sorted({min(self.tiles), max(self.tiles)})))
-        return f"all ranks decode, {counts} tiles each, {self.speedup:.2f} x rank 0 by the schedule: {self.why}"
+        return f"all ranks decode, {counts} tiles each, {self.speedup:.2f} x rank 0 by the schedule: {self.why}{calls}"
 
 
-def schedule_decode(geometry: Geometry, ranks: int, device: str) -> tuple[Cuts, Schedule]:
+def ask_decode(asked: str, device: str, fast: bool, batch: int | None, geometry: Geometry) -> DecodePlan:
+    """What is asked for, not decided yet: `batch` is the most tiles of a call, None what suits `fast`."""
+    return DecodePlan(asked, device, fast=fast, batch=even_batch(_cut(geometry).tiles, batch or CALL_TILES[fast]))
+
+
+def schedule_decode(geometry: Geometry, ranks: int, device: str, batch: int = 1) -> tuple[Cuts, Schedule]:
     """How a clip is cut, and which rank decodes which tile: the same on every rank, and for the plan's bytes."""
     cuts = _cut(geometry)
-    return cuts, spread(_costs(cuts), ranks, _extra(cuts, geometry, device))
+    return cuts, spread(_costs(cuts, batch), ranks, _extra(cuts, geometry, device), batch)
 
 
 def with_decode(plan: "Plan") -> "Plan":
     """The same plan with its decoding decided, by what `plan.decode` asks for; bytes and memory with it."""
     decode = _decide(plan)
     shares = tuple(replace(share, sent=share.sent | _sent(plan, decode, share.rank)) for share in plan.shares)
-    memory = _memory(plan, decode) if decode.parallel else plan.memory
+    memory = _memory(plan, decode) if decode.parallel else _alone_memory(plan, decode)
     return replace(plan, decode=decode, shares=shares, memory=memory)
 
 
 def _decide(plan: "Plan") -> DecodePlan:
     """What was asked for, as far as there is more than one rank; "auto" weighs."""
     ask, ranks = plan.decode, plan.layout.ranks
-    alone = DecodePlan(ask.asked, ask.device)
+    alone = DecodePlan(ask.asked, ask.device, fast=ask.fast, batch=ask.batch)
     if ranks == 1:
         return replace(alone, why="there is one rank")
     if ask.asked == "rank0":
@@ -90,12 +102,13 @@ def _decide(plan: "Plan") -> DecodePlan:
 
 def _spread_out(plan: "Plan") -> DecodePlan:
     ranks, geometry = plan.layout.ranks, plan.geometry
-    cuts, schedule = schedule_decode(geometry, ranks, plan.decode.device)
-    costs, extra = _costs(cuts), _extra(cuts, geometry, plan.decode.device)
+    ask = plan.decode
+    cuts, schedule = schedule_decode(geometry, ranks, ask.device, ask.batch)
+    costs, extra = _costs(cuts, ask.batch), _extra(cuts, geometry, ask.device)
     one = makespan(spread(costs, 1, extra), costs, extra)
     speedup = round(one / makespan(schedule, costs, extra), 3)
     tiles = tuple(schedule.total(rank) for rank in range(ranks))
-    return DecodePlan(plan.decode.asked, plan.decode.device, True, tiles=tiles, speedup=speedup)
+    return replace(ask, parallel=True, tiles=tiles, speedup=speedup)
 
 
 def _against(plan: "Plan", together: DecodePlan) -> str | None:
@@ -117,18 +130,15 @@ def _cut(geometry: Geometry) -> Cuts:
     return cut_video(geometry.latent_t, geometry.latent_h, geometry.latent_w)
 
 
-def _costs(cuts: Cuts) -> list[list[float]]:
-    return [[1.0] * _tiles(cuts)] * len(cuts.chunks)
+def _costs(cuts: Cuts, batch: int) -> list[list[float]]:
+    """Of every tile, chunk by chunk: a call that is filled up costs what a full one does."""
+    filled = [batch / min(batch, cuts.tiles - place // batch * batch) for place in range(cuts.tiles)]
+    return [filled] * len(cuts.chunks)
 
 
 def _extra(cuts: Cuts, geometry: Geometry, device: str) -> Extra:
     blending, latent = BESIDE[device]
-    return Extra(chunk=blending * _tiles(cuts), sound=latent * geometry.audio_latents)
-
-
-def _tiles(cuts: Cuts) -> int:
-    """Tiles of a chunk."""
-    return len(cuts.rows.starts) * len(cuts.cols.starts)
+    return Extra(chunk=blending * cuts.tiles, sound=latent * geometry.audio_latents)
 
 
 def _tile_bytes(cuts: Cuts, device: str) -> int:
@@ -145,9 +155,19 @@ def _sent(plan: "Plan", decode: DecodePlan, rank: int) -> dict[str, int]:
     return {"decode.tiles": decode.tiles[index] * tile, "decode.sound": sound if index == decode.sound else 0}
 
 
+def _alone_memory(plan: "Plan", decode: DecodePlan) -> tuple[dict[str, int], ...]:
+    """Of every rank at each stage where rank 0 decodes: one tile a call is in what a process takes anyway."""
+    if decode.batch == 1:
+        return plan.memory
+    return tuple(
+        stages | {"decode": stages["decode"] + (share.rank % plan.layout.ranks == 0) * decode.batch * TILE_WORK}
+        for stages, share in zip(plan.memory, plan.shares, strict=True)
+    )
+
+
 def _memory(plan: "Plan", decode: DecodePlan) -> tuple[dict[str, int], ...]:
     """The memory of every rank at each stage where all decode."""
-    cuts, schedule = schedule_decode(plan.geometry, plan.layout.ranks, decode.device)
+    cuts, schedule = schedule_decode(plan.geometry, plan.layout.ranks, decode.device, decode.batch)
     return tuple(
         stages | {"decode": _rank_memory(plan, decode, cuts, schedule, share)}
         for stages, share in zip(plan.memory, plan.shares, strict=True)
@@ -162,8 +182,8 @@ def _rank_memory(plan: "Plan", decode: DecodePlan, cuts: Cuts, schedule: Schedul
     most = max(schedule.counts(chunk)[rank] for chunk in range(len(cuts.chunks)))
     held = 3 * most * tile
     if rank == 0:
-        held = 2 * _tiles(cuts) * tile + 2 * plan.geometry.width * plan.geometry.height * 3 * CHUNK_FRAMES * FLOAT
-    work = TILE_WORK if decode.tiles[rank] else 0
+        held = 2 * cuts.tiles * tile + 2 * plan.geometry.width * plan.geometry.height * 3 * CHUNK_FRAMES * FLOAT
+    work = decode.batch * TILE_WORK if decode.tiles[rank] else 0
     return stored.reserve + share.weight_bytes + vae_bytes(decode, stored, rank) + work + held
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from h3dist.conditions import Condition, kept_shapes
 from h3dist.errors import ConfigError, nearest
 from h3dist.geometry import Geometry
-from h3dist.plan.decode import DecodePlan, with_decode
+from h3dist.plan.decode import DecodePlan, ask_decode, with_decode
 from h3dist.plan.encode import EncodePlan, with_encode
 from h3dist.plan.exchange import PLAIN, ExchangePlan
 from h3dist.plan.gemm import resident_bytes
@@ -134,6 +134,8 @@ def make_plan(
     shown_rows: int = 0,
     encode: str = "rank0",
     decode: str = "rank0",
+    fast_decode: bool = False,
+    decode_batch: int | None = None,
     device: str = "cuda",
 ) -> Plan:
     """The plan of `resolved` for a presentation of `text_rows` tokens, with `conditions`, on `layout`.
@@ -144,7 +146,8 @@ def make_plan(
     bytes of "text_encoder", "video_vae" and "audio_vae" where known; `reserve` is what a process takes before
     anything of ours, in bytes; `exchange` says how heads move over sp; `gemm` how linears are multiplied, by default as
     `fp4` says; `resident_blocks` how many are on the device at a time (None: all); `decode` where the clip is decoded,
-    "auto" if that is the plan's to decide, and `device` on what kind of devices; `encode` where the text is encoded,
+    "auto" if that is the plan's to decide, and `device` on what kind of devices; `fast_decode` and `decode_batch` are
+    for `decode.ask_decode`; `encode` where the text is encoded,
     rank0 or tp; `text` the text encoder's file by its parts; `shown_rows` of the text are tokens of pictures. Raises
     PlanError and ConfigError.
     """
@@ -175,7 +178,7 @@ def make_plan(
         dtype=dtype,
         attention=attention,
         encode=EncodePlan(encode),
-        decode=DecodePlan(decode, device),
+        decode=ask_decode(decode, device, fast_decode, decode_batch, geometry),
         exchange=exchange,
         fp4=fp4,
         amax=amax,

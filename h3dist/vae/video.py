@@ -1,11 +1,11 @@
 """The video VAE: latents to frames in diffusers' modules, with our own driver of chunks and tiles.
 
-Decoding is three steps that can live on different ranks: cut (`h3dist.tiles`), decode one job
-(`decode_job`, the only step that needs weights), blend the results in serial order (`finish`).
+Decoding is three steps that can live on different ranks: cut (`h3dist.tiles`), decode jobs, one or a fixed number
+a call (`decode_jobs`, the only step that needs weights), blend the results in serial order (`finish`).
 """
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,6 +19,7 @@ from h3dist.tiles import HEAD, RAW_FRAMES, TAIL, Cuts, Job, cut_video
 from h3dist.vae import released
 from h3dist.vae.blend import blend
 from h3dist.vae.exact import exact_convolutions
+from h3dist.vae.fast import FastDecoder
 from h3dist.vae.weights import Statistics, fill, keep_float32, read_config, read_statistics, stored_statistics
 
 if TYPE_CHECKING:
@@ -36,6 +37,7 @@ class VideoVae:
     parts: nn.ModuleDict  # post_quant_conv and decoder, quant_conv and encoder: the halves that were asked for
     statistics: Statistics
     device: torch.device
+    fast: FastDecoder | None = None  # in the place of the decoder's own forward, if asked for
 
     @classmethod
     def load(
@@ -46,11 +48,13 @@ class VideoVae:
         *,
         encoder: bool = False,
         decoder: bool = True,
+        fast: bool = False,
     ) -> "VideoVae":
         """Read a Comfy-format video VAE; `config` is a diffusers JSON, None the released size.
 
-        Only the weights of the halves that are asked for are read. Raises CheckpointError or ConfigError where file
-        and configuration do not fit each other.
+        Only the weights of the halves that are asked for are read; `fast` is how the decoder computes. Raises
+        CheckpointError or ConfigError where file and configuration do not fit each other, MissingDependency where
+        `fast` lacks a package.
         """
         from diffusers import AutoencoderKLMiniMaxH3
 
@@ -62,7 +66,7 @@ class VideoVae:
         state = video_state(replace(state_file, table=kept), settings["decoder_attention_head_dim"])
         state |= stored_statistics(state_file)
         source = str(state_file.file.path)
-        return cls.from_state(state, settings, device, encoder=encoder, decoder=decoder, source=source)
+        return cls.from_state(state, settings, device, encoder=encoder, decoder=decoder, fast=fast, source=source)
 
     @classmethod
     def from_state(
@@ -73,6 +77,7 @@ class VideoVae:
         *,
         encoder: bool = False,
         decoder: bool = True,
+        fast: bool = False,
         source: str = "video VAE",
     ) -> "VideoVae":
         """The same from tensors under diffusers' names and from `read_config`; errors call it `source`."""
@@ -82,29 +87,41 @@ class VideoVae:
         dtype = _half_dtype if device.type == "cuda" else keep_float32
         fill(parts, state, device=device, dtype=dtype, source=source)
         statistics = read_statistics(state, settings, released.VIDEO, source=source, device=device)
-        return cls(parts.to(device), statistics, device)
+        parts = parts.to(device)
+        return cls(parts, statistics, device, FastDecoder.of(parts, device) if fast else None)
 
-    def decode(self, latents: torch.Tensor) -> Iterator[torch.Tensor]:
+    def decode(self, latents: torch.Tensor, batch: int = 1) -> Iterator[torch.Tensor]:
         """Frames uint8 [f, H, W, 3] on the CPU, 17 at a time and last 22, from latents [1, 24, T, h, w].
 
-        Raises RequestError at once where T is not 5k + 2, NumericsError (at once, or at the chunk) for NaN or
-        infinity.
+        `batch`: tiles of a call. Raises RequestError at once where T is not 5k + 2, NumericsError (at once, or at the
+        chunk) for NaN or infinity.
         """
         check_latents(latents)
         restored, cuts = self.statistics.restore(latents), cut_video(*latents.shape[2:])
-        return finish((self.decode_job(restored, job) for job in cuts.jobs()), cuts)
+        tiles = (tile for jobs in cuts.calls(batch) for tile in self.decode_jobs(restored, jobs, batch))
+        return finish(tiles, cuts)
+
+    def decode_job(self, latents: torch.Tensor, job: Job) -> torch.Tensor:
+        """One tile of one chunk, as `decode_jobs`."""
+        return self.decode_jobs(latents, [job], 1)[0]
 
     @torch.no_grad()
-    def decode_job(self, latents: torch.Tensor, job: Job) -> torch.Tensor:
-        """One tile of one chunk, raw [3, 22, y, x] of `tile_dtype`, from the restored latents [1, 24, T, h, w].
+    def decode_jobs(self, latents: torch.Tensor, jobs: Sequence[Job], batch: int) -> tuple[torch.Tensor, ...]:
+        """Tiles, each raw [3, 22, y, x] of `tile_dtype`, from the restored latents [1, 24, T, h, w], in one call.
 
-        Its frames are the chunk's 17 and the 5 of its tail; the others of the decoder's 28 are never used.
+        Fewer than `batch` are filled up with the last one, so that every call is of one size. Frames are the chunk's
+        17 and the 5 of its tail; the others of the decoder's 28 are never used.
         """
-        tile = latents[:, :, list(job.latents), slice(*job.rows), slice(*job.cols)]
+        filled = [*jobs, *[jobs[-1]] * (batch - len(jobs))]
+        tiles = torch.cat([latents[:, :, list(j.latents), slice(*j.rows), slice(*j.cols)] for j in filled])
+        return (self.fast or self._by_modules)(tiles)[: len(jobs)].unbind(0)
+
+    def _by_modules(self, tiles: torch.Tensor) -> torch.Tensor:
+        """Raw frames [B, 3, 22, Y, X] of tiles [B, 24, 7, y, x]."""
         first = self.parts["post_quant_conv"]
         with self._autocast():
-            raw = self.parts["decoder"](first(tile.to(first.weight.dtype)))
-        return torch.cat([raw[0, :, HEAD], raw[0, :, TAIL]], dim=1)
+            raw = self.parts["decoder"](first(tiles.to(first.weight.dtype)))
+        return torch.cat([raw[:, :, HEAD], raw[:, :, TAIL]], dim=2)
 
     @torch.no_grad()
     def encode_job(self, pixels: torch.Tensor) -> torch.Tensor:
