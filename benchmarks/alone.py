@@ -7,12 +7,12 @@ Shape letters: S all rows; s own rows; p rows projected here to j heads; h heads
 D head size; C hidden.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from kernel_times import length, longest
+from kernel_times import Kernel, length, longest
 from profiled import events_of, kernels_of, traced
 from torch import Tensor
 
@@ -25,6 +25,7 @@ from h3dist.comm import Comm
 from h3dist.comm.pieces import Pieces
 from h3dist.comm.wire import Group, Wire
 from h3dist.model.denoiser import Denoiser
+from h3dist.model.elementwise import Heads
 from h3dist.model.linear import Fp4Kernels, Fp4Linear
 from h3dist.model.packed import PackedLinear
 from h3dist.plan import Plan
@@ -58,6 +59,9 @@ class StillWire(Wire):
 
     def _gather(self, label: str, x: Tensor) -> Tensor:
         return self._came(label, x, self.group.size * x.numel()).view(self.group.size * x.shape[0], *x.shape[1:])
+
+    def _start_gather(self, label: str, x: Tensor) -> Callable[[], Tensor]:
+        return lambda: self._gather(label, x)
 
     def _exchange(self, label: str, x: Tensor, pieces: Pieces) -> Tensor:
         return self._came(label, x, sum(pieces.into))
@@ -104,6 +108,8 @@ class StillAttention:
 def measure(plan: Plan, rank: int, device: torch.device, *, fused: bool) -> dict[str, Any]:
     """Milliseconds of a block, of the exchange's kernels in it, and their share; the kernels by name.
 
+    share: without the norm and rotation of q and k, which the moves do on their way and any block has to do.
+
     issued: the moves by the clock, in which the host may be what takes long; a step's host is ahead of the device.
     """
     clock, comm = Clock(device, REPEATS), still_comm(plan, rank, device)
@@ -111,17 +117,27 @@ def measure(plan: Plan, rank: int, device: torch.device, *, fused: bool) -> dict
     weights = denoiser.weights
     x_sC = torch.randn((denoiser.own_rows, plan.dims.hidden), device=device, dtype=weights.dtype)
     block = clock.time(lambda: denoiser.run_block(x_sC, 0, 0)).median
-    moves = moves_of(plan, rank, denoiser)
+    moves, turn = moves_of(plan, rank, denoiser)
     issued = clock.time(moves).median
-    found = kernels_of(events_of(traced(lambda _: moves(), clock, 1 + REPEATS)), device.type)
-    own = length((kernel.start, kernel.stop) for kernel in found) / 1e6 / REPEATS
+    found, turned = (
+        kernels_of(events_of(traced(lambda _, work=work: work(), clock, 1 + REPEATS)), device.type)
+        for work in (moves, turn)
+    )
+    all_of_it, turning = (_seconds(kernels) / REPEATS for kernels in (found, turned))
     told = {"ranks": plan.layout.world, "rank": rank, "rows": denoiser.own_rows, "block": 1000 * block}
-    told |= {"moves": 1000 * own, "issued": 1000 * issued, "share": own / block}
+    told |= {"moves": 1000 * all_of_it, "turn": 1000 * turning, "issued": 1000 * issued}
+    told |= {"share": (all_of_it - turning) / block}
     return told | {"kernels": longest(found, REPEATS)}
 
 
-def moves_of(plan: Plan, rank: int, denoiser: Denoiser) -> Callable[[], object]:
-    """What a block asks of the exchange, q, k and v as its product leaves them, attention standing still."""
+def _seconds(kernels: Sequence[Kernel]) -> float:
+    return length((kernel.start, kernel.stop) for kernel in kernels) / 1e6
+
+
+def moves_of(plan: Plan, rank: int, denoiser: Denoiser) -> tuple[Callable[[], object], Callable[[], object]]:
+    """What a block asks of the exchange, q, k and v as its product leaves them, attention standing still; and the norm
+    and rotation of q and k alone, which the moves do on their way and which a block without moves does too.
+    """
     share, weights = plan.shares[rank], denoiser.weights
     rows, heads = (stop - start for start, stop in (share.projected_rows, share.projected_heads))
     like = {"device": weights.device, "dtype": weights.dtype}
@@ -130,11 +146,16 @@ def moves_of(plan: Plan, rank: int, denoiser: Denoiser) -> Callable[[], object]:
     exchange, attention = denoiser.view.exchange, StillAttention(denoiser.view.attention)
     bring = exchange.gather_projected if plan.exchange.rows == "plain" else packed(denoiser)
 
+    block, view = weights.blocks[0], denoiser.view
+
+    def turn(some: Heads, out: Heads) -> None:
+        view.elementwise.turn(some, out, block.q_norm, block.k_norm, view.rotation)
+
     def moves() -> None:
         bring(x_sC)
-        exchange.attend(q_pjD, k_pjD, v_pjD, attention)
+        exchange.attend(q_pjD, k_pjD, v_pjD, attention, turn)
 
-    return moves
+    return moves, lambda: turn((q_pjD, k_pjD, v_pjD), (q_pjD, k_pjD, v_pjD))
 
 
 def packed(denoiser: Denoiser) -> Callable[[Tensor], object]:
@@ -164,7 +185,7 @@ def tell(found: Mapping[str, Any]) -> None:
         print(f"{found['way']}: failed: {found['failed']}", flush=True)
         return
     who = f"{found['way']:<16} rank {found['rank']} of {found['ranks']}, {found['rows']} rows"
-    moves = f"moves {found['moves']:.3f} ms, {found['share']:.2%} (issued in {found['issued']:.3f} ms)"
+    moves = f"moves {found['moves']:.3f} ms, {found['turn']:.3f} of it turning, {found['share']:.2%} (issued in {found['issued']:.3f} ms)"
     print(f"{who:<44}block {found['block']:.3f} ms, {moves}")
     for row in found["kernels"][:6]:
         print(f"  {row['calls']:>8.2f}{row['ms']:>10.4f}  {row['name']}", flush=True)

@@ -15,6 +15,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from h3dist.model.exchange import whole_product
+
 
 @dataclass(frozen=True)
 class Part:
@@ -106,6 +108,9 @@ class HandExchange:
 
     def gather_projected(self, x: Tensor) -> Tensor:
         return self.gather_rows(x)
+
+    def project(self, x: Tensor, width: int, product: Callable[[Tensor, Tensor], None]) -> Tensor:
+        return whole_product(self.gather_projected(x), width, product)
 
     def reduce_rows(self, partial: Tensor) -> Tensor:
         values = self.world.meet(self.rank, partial)

@@ -11,7 +11,7 @@ from tiny_model import FFN, HEADS, random_state, write
 from torch import Tensor
 
 from h3dist.checkpoint.comfy import open_denoiser
-from h3dist.checkpoint.formats import Int8Weight, PlainWeight, Weight
+from h3dist.checkpoint.formats import Int8Weight, PlainWeight
 from h3dist.checkpoint.slices import Slice
 from h3dist.errors import ConfigError
 from h3dist.fp8 import power_of_two, to_rows_of_fp8

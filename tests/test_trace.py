@@ -221,28 +221,31 @@ def test_a_block_calls_what_its_exchange_asks_for(record):
         calls = {(row["category"], row["name"]): row["calls"] for row in found["ranks"][0]["kernels"]}
         assert calls["exchange", "gloo:all_to_all"] == moves
         assert calls["attention", "aten::scaled_dot_product_attention"] == groups
-        assert calls["products", "aten::linear"] == 4 + 1 / 2  # rank 0 embeds text alone; outputs once
+        assert calls["products", "aten::linear"] == 3 + 1 / 2  # rank 0 embeds text alone; outputs once
+        assert calls["products", "aten::mm"] == (2 if way == "hidden/1" else 1)  # own rows, then the other rank's
         for rank in found["ranks"]:
             assert all(rank["categories"][kind] > 0 for kind in ("products", "attention", "exchange", "packing"))
             assert 0 < rank["exposed"] <= rank["categories"]["exchange"]
             assert rank["unprofiled"] > 0 and rank["quiet"] > 0
 
 
-@pytest.mark.parametrize(("way", "stacks"), [("heads/1", 4), ("heads/3", 12), ("hidden/1", 0), ("hidden/3", 0)])
-def test_alone_a_rank_does_its_own_part_of_the_exchange_and_counts_its_bytes(way, stacks):
+@pytest.mark.parametrize(("way", "pieces"), [("heads/1", 4), ("heads/3", 12), ("hidden/1", 0), ("hidden/3", 0)])
+def test_alone_a_rank_does_its_own_part_of_the_exchange_and_counts_its_bytes(way, pieces):
     """Each piece is packed once and unpacked once, also to itself."""
     args = trace.arguments([*SMALL, "--ways", way, "--json", "-"])
     plan = trace.plan_of(way, args, trace.replace(trace.spec_of(args, 1), blocks=1), Layout(sp=4), CPU)
     comm = alone.still_comm(plan, 3, CPU)
     denoiser = denoiser_of(random_weights(plan, 3, CPU), plan, comm)
-    moves = alone.moves_of(plan, 3, denoiser)
+    moves, _ = alone.moves_of(plan, 3, denoiser)
     before = dict(comm.counted)
     moves()
     counted = {label: count - before[label] for label, count in comm.counted.items() if label != "outputs"}
     assert counted == {label: plan.shares[3].sent.get(label, 0) / trace.EVALUATIONS for label in counted}
     calls = {row["name"]: row["calls"] for row in alone.measure(plan, 3, CPU, fused=False)["kernels"]}
-    assert calls.get("aten::stack", 0) == stacks
-    assert calls["aten::copy_"] == 4 * plan.exchange.groups
+    rotated = 2 * pieces if pieces else 2  # q and k of each piece, or where they lie
+    assert calls["aten::rms_norm"] == rotated
+    # Channels that do not turn, of q and k; v of each piece; the output of each.
+    assert calls["aten::copy_"] == rotated + pieces + 4 * plan.exchange.groups
     assert not [name for name in calls if "attention" in name]
 
 
@@ -256,7 +259,7 @@ def test_alone_tells_every_way_and_goes_on_after_one_that_fails(tmp_path, capsys
     ]  # fmt: skip
     assert [row["rank"] for row in rows if not row["failed"]] == [0, 1, 0, 1]
     for row in (row for row in rows if not row["failed"]):
-        assert row["moves"] > 0 and row["share"] == pytest.approx(row["moves"] / row["block"])
+        assert row["turn"] > 0 and row["share"] == pytest.approx((row["moves"] - row["turn"]) / row["block"])
     packed = {row["name"]: row["calls"] for row in rows[4]["kernels"]}
     assert packed["aten::cat"] == 1, "codes and scales, side by side"
     assert "+pcked must be one of packed, copy; did you mean 'packed'?" in capsys.readouterr().out

@@ -23,7 +23,7 @@ from h3dist.checkpoint.formats import Weight
 from h3dist.model.block import run_block
 from h3dist.model.denoiser import Denoiser
 from h3dist.model.elementwise import PLAIN, Elementwise
-from h3dist.model.exchange import Turn
+from h3dist.model.exchange import Product, Turn, whole_product
 from h3dist.model.linear import dense_linear
 from h3dist.model.narrow import narrow_linear, narrowed
 from h3dist.model.weights import BlockWeights
@@ -147,6 +147,9 @@ class Still:
 
     def gather_projected(self, x_sC: Tensor) -> Tensor:
         return self._group
+
+    def project(self, x_sC: Tensor, width: int, product: Product) -> Tensor:
+        return whole_product(self._group, width, product)
 
     def column_spans(self, width: int) -> tuple[tuple[int, int], ...]:
         return ((0, width),)

@@ -4,7 +4,7 @@ Shape letters: S all rows; s own rows, g rows of the tp group, p rows projected 
 share, h heads attended to here; D head size; C hidden; O outputs of both heads.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
@@ -28,7 +28,7 @@ class RankExchange:
         share = plan.shares[rank]
         self._tp, self._everyone = tp, everyone
         self._rows, self._chunk = plan.rows, plan.chunk
-        self._own, self._group = length(share.rows), length(share.group_rows)
+        self._mine, self._own, self._group = share.rows, length(share.rows), length(share.group_rows)
         self._piece = min(plan.chunk, self._group)  # rows of an even piece: those of the tp group's first rank
         self._chunks = plan.exchange.chunks
         self._hidden = plan.exchange.hidden_on(plan.layout)
@@ -42,6 +42,24 @@ class RankExchange:
             return self.gather_rows(x_sC)
         assert self._everyone is not None
         return self._everyone.all_gather("hidden.gather", _pad_rows(x_sC, self._chunk)).narrow(0, 0, self._rows)
+
+    def project(self, x_sC: Tensor, width: int, product: Callable[[Tensor, Tensor], None]) -> Tensor:
+        """[p, width]: product(rows, out) of the rows of `gather_projected`; of my own while the others' are coming."""
+        if not self._hidden:
+            x_pC = self.gather_rows(x_sC)
+            out_pN = x_pC.new_empty(x_pC.shape[0], width)
+            product(x_pC, out_pN)
+            return out_pN
+        assert self._everyone is not None
+        came = self._everyone.all_gather_later("hidden.gather", _pad_rows(x_sC, self._chunk))
+        start, stop = self._mine
+        out_SN = x_sC.new_empty(self._rows, width)
+        product(x_sC, out_SN[start:stop])
+        x_SC = came().narrow(0, 0, self._rows)
+        for others in (slice(0, start), slice(stop, self._rows)):
+            if x_SC[others].numel():
+                product(x_SC[others], out_SN[others])
+        return out_SN
 
     def gather_rows(self, x_sC: Tensor) -> Tensor:
         """x_gC: the rows of all ranks of my tp group."""

@@ -56,6 +56,11 @@ class Wire(ABC):
         self._begin(label, x.nbytes * (self.group.size - 1))
         return self._gather(label, x.contiguous())
 
+    def all_gather_later(self, label: str, x: Tensor) -> Callable[[], Tensor]:
+        """As `all_gather`, but begun only, as `all_to_all_later` without `hold`."""
+        self._begin(label, x.nbytes * (self.group.size - 1))
+        return self._start_gather(label, x.contiguous())
+
     def all_to_all(self, label: str, x: Tensor, pieces: Pieces) -> Tensor:
         """Flat `x` cut in `pieces`, one for each rank; gives theirs for me, end to end."""
         self._begin_pieces(label, x, pieces)
@@ -121,6 +126,8 @@ class Wire(ABC):
     @abstractmethod
     def _start(self, label: str, x: Tensor, pieces: Pieces, hold: bool) -> Callable[[], Tensor]: ...
     @abstractmethod
+    def _start_gather(self, label: str, x: Tensor) -> Callable[[], Tensor]: ...
+    @abstractmethod
     def _reduce(self, label: str, x: Tensor) -> Tensor: ...
     @abstractmethod
     def _start_reduce(self, label: str, x: Tensor) -> Callable[[], Tensor]: ...
@@ -135,10 +142,18 @@ class GlooWire(Wire):
         """Nothing to wait for: each collective here returns when it is done."""
 
     def _gather(self, label: str, x: Tensor) -> Tensor:
+        return self._start_gather(label, x)()
+
+    def _start_gather(self, label: str, x: Tensor) -> Callable[[], Tensor]:
         mine = _to_bytes(x)
         all_of_it = mine.new_empty(self.group.size * mine.numel())
-        self._run(label, _all_gather, all_of_it, mine)
-        return _from_bytes(all_of_it, x).view(self.group.size * x.shape[0], *x.shape[1:])
+        work = _all_gather(all_of_it, mine, group=self.group.handle, async_op=True)
+
+        def finish() -> Tensor:
+            self._finish(label, work)
+            return _from_bytes(all_of_it, x).view(self.group.size * x.shape[0], *x.shape[1:])
+
+        return finish
 
     def _exchange(self, label: str, x: Tensor, pieces: Pieces) -> Tensor:
         return self._start(label, x, pieces, True)()
@@ -221,6 +236,16 @@ class NcclWire(Wire):
         all_of_it = x.new_empty(self.group.size * x.shape[0], *x.shape[1:])
         self._run(label, _all_gather, all_of_it, x)
         return all_of_it
+
+    def _start_gather(self, label: str, x: Tensor) -> Callable[[], Tensor]:
+        all_of_it = x.new_empty(self.group.size * x.shape[0], *x.shape[1:])
+        work = self._run(label, partial(_all_gather, async_op=True), all_of_it, x)
+
+        def finish() -> Tensor:
+            work.wait()  # what is computed from now on comes after it
+            return all_of_it
+
+        return finish
 
     def _exchange(self, label: str, x: Tensor, pieces: Pieces) -> Tensor:
         theirs = x.new_empty(sum(pieces.into))

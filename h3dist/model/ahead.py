@@ -8,7 +8,8 @@ Shape letters: M rows, K inputs, N outputs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from math import prod
 
 import torch
@@ -18,7 +19,7 @@ from torch import Tensor
 from h3dist.checkpoint.formats import PlainWeight, Weight
 from h3dist.checkpoint.nvfp4 import Nvfp4Weight
 from h3dist.errors import MissingDependency
-from h3dist.model.dense import prescaled
+from h3dist.model.dense import Linear, dense_linear, prescaled
 
 Fill = Callable[[Weight, Tensor], None]  # makes a weight dense into a tensor [N, K]
 
@@ -79,6 +80,12 @@ class AheadLinear:
                 slot.memory.record_stream(self._side)  # not given to others while the last filling runs
 
     def __call__(self, x_MK: Tensor, weight: Weight) -> Tensor:
+        with self.held(weight) as dense_NK:
+            return F.linear(prescaled(x_MK, weight), dense_NK)
+
+    @contextmanager
+    def held(self, weight: Weight) -> Iterator[Tensor]:
+        """The dense weight [N, K], for products that begin while it lasts; the next one is made dense meanwhile."""
         turn, following = self._place[id(weight)]
         slot = self._slots[turn]
         if slot.weight is not weight:
@@ -86,10 +93,9 @@ class AheadLinear:
         self._begin(self._slots[1 - turn], following)
         if self._side is not None:
             torch.cuda.current_stream().wait_event(slot.filled)
-        y_MN = F.linear(prescaled(x_MK, weight), self._view(slot, weight))
+        yield self._view(slot, weight)
         if self._side is not None:
             slot.read.record()
-        return y_MN
 
     def _begin(self, slot: Slot, weight: Weight) -> None:
         """Fill a slot, once what reads it is done."""
@@ -104,3 +110,10 @@ class AheadLinear:
 
     def _view(self, slot: Slot, weight: Weight) -> Tensor:
         return slot.memory[: prod(weight.shape)].view(weight.shape)
+
+
+def held(linear: Linear, weight: Weight, dtype: torch.dtype) -> AbstractContextManager[Tensor] | None:
+    """The dense weight [N, K] that `linear` multiplies by, while it lasts; None where it multiplies otherwise."""
+    if isinstance(linear, AheadLinear):
+        return linear.held(weight)
+    return nullcontext(weight.dense(dtype)) if linear is dense_linear else None

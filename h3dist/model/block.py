@@ -1,7 +1,7 @@
 """One transformer block on one rank: the same code for every layout.
 
-AdaLN on own rows, gather what is projected, heads, attention over all rows, partial result, reduce back to own
-rows, gate and add; then the same around the feed-forward layers, gathering over the tensor-parallel group.
+AdaLN on own rows, gather and project, heads, attention over all rows, partial result, reduce back to own rows, gate
+and add; then the same around the feed-forward layers, gathering over the tensor-parallel group.
 
 Shape letters: s this rank's rows; g the rows of its tensor-parallel group; p the rows that it projects to j heads;
 H heads of its tensor-parallel share; D head size; C hidden; f its feed-forward columns; R table rows.
@@ -12,14 +12,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from h3dist.attention.backend import Attention
+from h3dist.checkpoint.formats import Weight
+from h3dist.model.ahead import held
 from h3dist.model.columns import reduced
-from h3dist.model.dense import Linear
+from h3dist.model.dense import Linear, prescaled
 from h3dist.model.elementwise import ATTENTION, MLP, PLAIN, Elementwise, Heads, Runs
 from h3dist.model.exchange import Exchange
-from h3dist.model.packed import Rows, gathered
+from h3dist.model.packed import gathered
 from h3dist.model.weights import BlockWeights
 
 
@@ -42,9 +45,8 @@ def run_block(x_sC: Tensor, weights: BlockWeights, table_R6C: Tensor, view: View
     """Apply one block to this rank's rows of the residual stream, in place."""
     between, exchange, runs = view.elementwise, view.exchange, view.runs
     h_sC = between.modulate(x_sC, weights.norm1, table_R6C[:, ATTENTION:], runs)
-    h_pC = gathered(h_sC, weights.qkv, view.linear, exchange.gather_projected)
-    y_sC = reduced(attend(h_pC, weights, view), weights.out, view.linear, exchange)
-    del h_sC, h_pC
+    y_sC = reduced(attend(h_sC, weights, view), weights.out, view.linear, exchange)
+    del h_sC
 
     h_sC = between.add_modulate(x_sC, y_sC, table_R6C, weights.norm2, runs)
     h_gC = gathered(h_sC, weights.fc1, view.linear, exchange.gather_rows)
@@ -52,9 +54,9 @@ def run_block(x_sC: Tensor, weights: BlockWeights, table_R6C: Tensor, view: View
     between.add(x_sC, y_sC, table_R6C[:, MLP:], runs)
 
 
-def attend(h_pC: Rows, weights: BlockWeights, view: View) -> Tensor:
+def attend(h_sC: Tensor, weights: BlockWeights, view: View) -> Tensor:
     """The attention output of this share's heads, [g, HD]: what the output projection takes."""
-    heads = project_heads(h_pC, weights, view.linear)
+    heads = as_heads(projected(h_sC, weights.qkv, view), weights)
 
     def turn(some: Heads, out: Heads) -> None:
         view.elementwise.turn(some, out, weights.q_norm, weights.k_norm, view.rotation)
@@ -62,10 +64,22 @@ def attend(h_pC: Rows, weights: BlockWeights, view: View) -> Tensor:
     return view.exchange.attend(*heads, view.attention, turn).flatten(1)
 
 
-def project_heads(h_pC: Rows, weights: BlockWeights, linear: Linear) -> Heads:
+def projected(h_sC: Tensor, weight: Weight, view: View) -> Tensor:
+    """[p, 3jD] of the rows that are projected here. Where the weight is dense, own rows are while others come."""
+    dense = held(view.linear, weight, h_sC.dtype)
+    if dense is None:
+        return view.linear(gathered(h_sC, weight, view.linear, view.exchange.gather_projected), weight)
+    with dense as dense_NK:
+
+        def product(h_rC: Tensor, out_rN: Tensor) -> None:
+            torch.mm(h_rC, dense_NK.T, out=out_rN)
+
+        return view.exchange.project(prescaled(h_sC, weight), dense_NK.shape[0], product)
+
+
+def as_heads(qkv_pX: Tensor, weights: BlockWeights) -> Heads:
     """q, k and v of the heads projected here, each [p, j, D], neither normed nor rotated.
 
     They lie side by side: contiguous in their last two dimensions alone, as what comes from an exchange.
     """
-    size = weights.q_norm.shape[0]
-    return linear(h_pC, weights.qkv).unflatten(1, (3, -1, size)).unbind(1)
+    return qkv_pX.unflatten(1, (3, -1, weights.q_norm.shape[0])).unbind(1)

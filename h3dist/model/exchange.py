@@ -18,11 +18,24 @@ from h3dist.model.elementwise import Heads
 Turn = Callable[[Heads, Heads], None]  # some heads of all rows projected here, and where they go when turned
 
 
+Product = Callable[[Tensor, Tensor], None]  # rows [r, C], and where their product [r, N] is to be
+
+
+def whole_product(x_rC: Tensor, width: int, product: Product) -> Tensor:
+    """[r, width] of all rows at once."""
+    out_rN = x_rC.new_empty(x_rC.shape[0], width)
+    product(x_rC, out_rN)
+    return out_rN
+
+
 class Exchange(Protocol):
     """The moves of a step and one agreement. Every rank calls them in the same order."""
 
     def gather_projected(self, x_sC: Tensor) -> Tensor:
         """x_pC: the rows that this rank projects to q, k and v: those of its tensor-parallel group, or all."""
+
+    def project(self, x_sC: Tensor, width: int, product: Product) -> Tensor:
+        """[p, width]: the product of the rows that `gather_projected` brings; it may begin before all are here."""
 
     def gather_rows(self, x_sC: Tensor) -> Tensor:
         """x_gC: the rows of all ranks of the tensor-parallel group."""
@@ -54,6 +67,9 @@ class Alone:
 
     def gather_projected(self, x_sC: Tensor) -> Tensor:
         return x_sC
+
+    def project(self, x_sC: Tensor, width: int, product: Product) -> Tensor:
+        return whole_product(x_sC, width, product)
 
     def gather_rows(self, x_sC: Tensor) -> Tensor:
         return x_sC

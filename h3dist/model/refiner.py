@@ -12,7 +12,7 @@ from torch import Tensor
 from h3dist.attention.sdpa import sdpa
 from h3dist.checkpoint.comfy import DenoiserFile
 from h3dist.checkpoint.shard import read_tensor
-from h3dist.model.block import project_heads
+from h3dist.model.block import as_heads
 from h3dist.model.dense import dense_linear
 from h3dist.model.elementwise import NORM_EPS, PLAIN
 from h3dist.model.weights import BlockWeights, read_block, read_projection
@@ -37,7 +37,7 @@ def refine_text(dfile: DenoiserFile, states_Lt: Tensor, device: torch.device | s
 def refine_block(x_LC: Tensor, weights: BlockWeights) -> None:
     """A plain pre-norm block, in place: no rotation and no modulation; queries and keys are normed."""
     h_LC = F.rms_norm(x_LC, weights.norm1.shape, weights.norm1, NORM_EPS)
-    q_LHD, k_LHD, v_LHD = project_heads(h_LC, weights, dense_linear)
+    q_LHD, k_LHD, v_LHD = as_heads(dense_linear(h_LC, weights.qkv), weights)
     q_LHD = F.rms_norm(q_LHD, weights.q_norm.shape, weights.q_norm, NORM_EPS)
     k_LHD = F.rms_norm(k_LHD, weights.k_norm.shape, weights.k_norm, NORM_EPS)
     o_LHD = sdpa(q_LHD, k_LHD, v_LHD)
