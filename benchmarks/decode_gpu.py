@@ -16,9 +16,10 @@ import json
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import date
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -30,9 +31,12 @@ from benchmarks.decode_ways import LARGE, Way, all_ways, autocast, chosen, eager
 from benchmarks.random_vaes import TINY, random_video_vae, video_settings
 from h3dist.bench.spec import parse_shape
 from h3dist.geometry import CHUNK_FRAMES, TAIL_FRAMES
+from h3dist.plan.decode import CALL_TILES
 from h3dist.provenance import commit, versions_of
-from h3dist.tiles import HEAD, TAIL, cut_video
+from h3dist.tiles import HEAD, TAIL, cut_video, even_batch
 from h3dist.vae import VideoVae
+from h3dist.vae.fast import FastDecoder
+from h3dist.vae.video import to_frames
 
 BEGUN = time.monotonic()
 TINY_SHAPE, WAYS_SHAPE, WHOLE_SHAPE = "64x64x39", "1344x768x39", "1344x768x124"
@@ -83,7 +87,7 @@ def arguments(words: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--batches", default="1,2,4,7,8")
     parser.add_argument("--ways", default="", help="a regular expression: only these, and the plain one")
     parser.add_argument("--tiles", type=int, default=16, help="that a way does at least")
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--repeats", type=int, default=2, help="after a first one; the median counts")
     parser.add_argument("--seconds", type=float, default=75, help="after which no other way is begun")
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=True)
@@ -105,7 +109,8 @@ def measured(
 
 
 def clips(vae: VideoVae, settings: dict[str, Any], latents: Tensor, repeats: int) -> Iterator[Row]:
-    """Whole clips: diffusers', under autocast and as its pipelines call it, and ours to bytes on the host."""
+    """Whole clips: diffusers', under autocast and as its pipelines call it, and ours to bytes on the host; how far
+    frames are from the first row's."""
     restored = vae.statistics.restore(latents)
     theirs = diffusers_model(vae, settings)
 
@@ -113,9 +118,19 @@ def clips(vae: VideoVae, settings: dict[str, Any], latents: Tensor, repeats: int
         with torch.no_grad(), autocast(vae, cast):
             return theirs.decode(restored, return_dict=False)[0][0]
 
-    yield clip_row("diffusers, autocast", lambda: of_diffusers(True), repeats)
-    yield clip_row("diffusers, no autocast", lambda: of_diffusers(False), repeats)
-    yield clip_row("ours, frames on the host", lambda: [len(frames) for frames in vae.decode(latents)], repeats)
+    quick = replace(vae, fast=FastDecoder.of(vae.parts, vae.device))
+    batch = even_batch(cut_video(*latents.shape[2:]).tiles, CALL_TILES[True])
+    works = {
+        "diffusers, autocast": lambda: of_diffusers(True),
+        "diffusers, no autocast": lambda: of_diffusers(False),
+        "ours, frames on the host": lambda: list(vae.decode(latents)),
+        f"ours, decode.fast=on, batch {batch}": lambda: list(quick.decode(latents, batch)),
+    }
+    wanted = None
+    for name, work in works.items():
+        row, frames = clip_row(name, work, repeats, wanted)
+        wanted = frames if wanted is None else wanted
+        yield row
 
 
 def diffusers_model(vae: VideoVae, settings: dict[str, Any]) -> Any:
@@ -129,14 +144,21 @@ def diffusers_model(vae: VideoVae, settings: dict[str, Any]) -> Any:
     return model.eval()
 
 
-def clip_row(name: str, work: Callable[[], Any], repeats: int) -> Row:
-    """The least of `repeats` whole clips after a first one."""
+def clip_row(name: str, work: Callable[[], Any], repeats: int, wanted: Tensor | None) -> tuple[Row, Tensor | None]:
+    """`repeats` whole clips after a first one, and the frames u8 [F, H, W, 3] of that."""
     try:
         forget_peak()
-        first = clock(work)
-        return Row(name, "clip", min(clock(work) for _ in range(repeats)), first=first, peak_memory=peak())
+        begun = time.perf_counter()
+        given = work()
+        synchronise()
+        first, memory = time.perf_counter() - begun, peak()
+        frames = to_frames(given.float()) if isinstance(given, Tensor) else torch.cat(given)
+        del given
+        error, equal = (None, None) if wanted is None else compared(frames[None], wanted[None])
+        seconds = median(clock(work) for _ in range(repeats))
+        return Row(name, "clip", seconds, error, equal, first, memory), frames
     except Exception as error:
-        return Row(name, "clip", failed=told(error))
+        return Row(name, "clip", failed=told(error)), None
 
 
 def stack(vae: VideoVae, latents: Tensor, count: int) -> Tensor:
@@ -168,19 +190,17 @@ def tile_row(vae: VideoVae, stacked: Tensor, way: Way, wanted: Tensor, repeats: 
         given = call(batches[0])
         synchronise()
         first = time.perf_counter() - begun
-        error, equal = compared(given, wanted[: way.batch])
+        error, equal = (None, None) if given is None else compared(used(given), used(wanted[: way.batch]))
         del given
-        seconds = min(clock(lambda: [call(batch) is None for batch in batches]) for _ in range(repeats))
+        seconds = median(clock(lambda: [call(batch) is None for batch in batches]) for _ in range(repeats))
         return Row(str(way), "tile", seconds / len(batches) / way.batch, error, equal, first, peak())
     except Exception as error:  # out of memory, no compiler: the other ways still count
         return Row(str(way), "tile", failed=told(error))
 
 
-def compared(given: Tensor | None, wanted: Tensor) -> tuple[float, bool] | tuple[None, None]:
+def compared(given: Tensor, wanted: Tensor) -> tuple[float, bool]:
     """The largest relative error of a tile, in the 2-norm, NaN where one is not finite; and whether all bits agree."""
-    if given is None:
-        return None, None
-    given, wanted = (used(raw).float().flatten(1) for raw in (given, wanted))
+    given, wanted = (raw.float().flatten(1) for raw in (given, wanted))
     errors = (given - wanted).norm(dim=1) / wanted.norm(dim=1)
     return errors.max().item(), torch.equal(given, wanted)
 
