@@ -185,7 +185,8 @@ def tell(found: Mapping[str, Any]) -> None:
         print(f"{found['way']}: failed: {found['failed']}", flush=True)
         return
     who = f"{found['way']:<16} rank {found['rank']} of {found['ranks']}, {found['rows']} rows"
-    moves = f"moves {found['moves']:.3f} ms, {found['turn']:.3f} of it turning, {found['share']:.2%} (issued in {found['issued']:.3f} ms)"
+    turning = f"{found['turn']:.3f} of it turning"
+    moves = f"moves {found['moves']:.3f} ms, {turning}, {found['share']:.2%} (issued in {found['issued']:.3f} ms)"
     print(f"{who:<44}block {found['block']:.3f} ms, {moves}")
     for row in found["kernels"][:6]:
         print(f"  {row['calls']:>8.2f}{row['ms']:>10.4f}  {row['name']}", flush=True)

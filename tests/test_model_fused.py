@@ -18,10 +18,12 @@ from h3dist.bench.steps import denoiser_of, random_weights, velocity
 from h3dist.checkpoint.formats import PlainWeight
 from h3dist.comm import Comm
 from h3dist.errors import MissingDependency
+from h3dist.fp8 import to_rows_of_fp8
 from h3dist.model import fused
 from h3dist.model.ahead import AheadLinear, all_dense, plain_fill, triton_fill
 from h3dist.model.dense import dense_linear
 from h3dist.model.elementwise import NORM_EPS, PLAIN, Run, turn
+from h3dist.model.narrow import fp8_rounding
 from h3dist.model.rotary import Rotation, rotation
 from h3dist.plan import Layout
 from h3dist.topology import Ranks
@@ -81,6 +83,25 @@ def test_activation(device: str, dtype: torch.dtype, width: int) -> None:
     gate_up = 4 * rows(device, dtype, 7, 2 * width)
     close(fused.load().activate(gate_up), PLAIN.activate(gate_up), dtype)
     assert fused.load().activate(gate_up[:0]).shape == (0, width)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("shape", [(1, 16), (40, 1040), (7, 14336), (0, 32), (3, 0)])
+def test_rows_rounded_to_fp8_are_those_of_the_plain_form(
+    device: str, dtype: torch.dtype, shape: tuple[int, int]
+) -> None:
+    """Rows of every size, one of zeros, and those whose largest value is 448 times a power of two, or just not."""
+    x = rows("cpu", torch.float32, *shape) * torch.logspace(-6, 6, shape[0])[:, None]
+    if shape[0] > 4:
+        x[1] = 0
+        x[2:5] = x[2:5] / x[2:5].abs().amax(1, keepdim=True) * torch.tensor([[7 / 4], [28.0], [1.7578125 * 2**-20]])
+    x = x.to(device, dtype)
+    found, scales = fp8_rounding()(x)
+    codes, expected = to_rows_of_fp8(x)
+    assert torch.equal(scales, expected)
+    if device == "cuda":  # the interpreter's E4M3 is not a GPU's
+        assert torch.equal(found.view(torch.uint8), codes.view(torch.uint8))
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -9,6 +9,7 @@ Shape letters: M rows, K inputs, N outputs.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -53,7 +54,8 @@ def to_rows_of_int8(x_MK: Tensor) -> tuple[Tensor, Tensor]:
     return (x_MK.float() / scale).round().clamp(-INT8_LARGEST, INT8_LARGEST).to(torch.int8), scale
 
 
-ROUNDED: dict[str, Callable[[Tensor], tuple[Tensor, Tensor]]] = {"fp8": to_rows_of_fp8, "int8": to_rows_of_int8}
+Rounding = Callable[[Tensor], tuple[Tensor, Tensor]]  # x [M, K] -> codes [M, K], scales f32 [M, 1]
+ROUNDED: dict[str, Rounding] = {"fp8": to_rows_of_fp8, "int8": to_rows_of_int8}
 
 
 def plain_fp8(x_MK: Tensor, weight: Fp8Weight) -> Tensor:
@@ -63,9 +65,18 @@ def plain_fp8(x_MK: Tensor, weight: Fp8Weight) -> Tensor:
     return (y_MN * (scale_M1 * weight.scale.T)).to(x_MK.dtype)
 
 
-def scaled_fp8(x_MK: Tensor, weight: Fp8Weight) -> Tensor:
+def fp8_rounding() -> Rounding:
+    """For CUDA: one kernel where triton is installed, which reads a row once; else the plain form."""
+    try:
+        from h3dist.model.triton_kernels import rows_to_fp8
+    except ImportError:
+        return to_rows_of_fp8
+    return rows_to_fp8
+
+
+def scaled_fp8(x_MK: Tensor, weight: Fp8Weight, rounding: Rounding = to_rows_of_fp8) -> Tensor:
     """The same on GPUs of compute capability 8.9 and up, by torch's GEMM with a scale a row and a column."""
-    codes_MK, scale_M1 = to_rows_of_fp8(x_MK)
+    codes_MK, scale_M1 = rounding(x_MK)
     return torch._scaled_mm(
         codes_MK,
         weight.codes.T,
@@ -101,7 +112,7 @@ def narrow_linear(gemm: str, *, cuda: bool) -> Linear:
     kind: type[Weight] = Fp8Weight if gemm == "fp8" else Int8Weight
     product: Callable[[Tensor, Any], Tensor] = plain_fp8 if gemm == "fp8" else plain_int8
     if cuda:
-        product = scaled_fp8 if gemm == "fp8" else kitchen_int8()
+        product = partial(scaled_fp8, rounding=fp8_rounding()) if gemm == "fp8" else kitchen_int8()
 
     def linear(x_MK: Tensor, weight: Weight) -> Tensor:
         if not isinstance(weight, kind) or weight.full_precision:

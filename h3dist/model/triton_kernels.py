@@ -101,6 +101,21 @@ def _activate(gate_up, out, f, WIDTH: tl.constexpr):
 
 
 @triton.jit
+def _rows_to_fp8(x, codes, scales, K, x_row, WIDTH: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, WIDTH)
+    inside = column < K
+    value = tl.load(x + row * x_row + column, mask=inside, other=0.0).to(tl.float32)
+    largest = tl.maximum(tl.max(tl.abs(value), axis=0), 7.888609052210118e-31)  # 2^-100, as in `fp8`
+    bits = largest.to(tl.int32, bitcast=True)
+    over = tl.where((bits & 0x7FFFFF) > 0x600000, 1, 0)  # beyond 1.75 times its power of two; 448 is 1.75 * 2^8
+    exponent = 8 + 127 - (bits >> 23) - over  # of the largest power of two that keeps the row within 448
+    factor = ((exponent + 127) << 23).to(tl.float32, bitcast=True)
+    tl.store(codes + row * K + column, (value * factor).to(tl.float8e4nv), mask=inside)
+    tl.store(scales + row, ((127 - exponent) << 23).to(tl.float32, bitcast=True))
+
+
+@triton.jit
 def _dequantise(codes, scales, global_scale, out, K, packed, tiles, WIDTH: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
@@ -184,6 +199,18 @@ def activate(gate_up_g2f: Tensor) -> Tensor:
     if rows and f:
         _activate[(rows, triton.cdiv(f, COLUMNS))](gate_up_g2f, out_gf, f, WIDTH=COLUMNS)
     return out_gf
+
+
+def rows_to_fp8(x_MK: Tensor) -> tuple[Tensor, Tensor]:
+    """As `h3dist.fp8.to_rows_of_fp8` for finite rows, in one pass: E4M3 [M, K] and f32 [M, 1]."""
+    M, K = x_MK.shape
+    codes = torch.empty((M, K), dtype=torch.float8_e4m3fn, device=x_MK.device)
+    scales = torch.ones((M, 1), dtype=torch.float32, device=x_MK.device)
+    assert x_MK.stride(1) == 1, x_MK.stride()
+    if M and K:
+        width = triton.next_power_of_2(K)
+        _rows_to_fp8[(M,)](x_MK, codes, scales, K, x_MK.stride(0), WIDTH=width, num_warps=16 if width > 8192 else 8)
+    return codes, scales
 
 
 def dequantise(codes: Tensor, scales: Tensor, global_scale: Tensor, out_NK: Tensor) -> None:
