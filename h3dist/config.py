@@ -102,9 +102,10 @@ class SamplerConfig:
 
 @dataclass
 class EncodeConfig:
-    """Where the request's text becomes rows."""
+    """Where the request's text, keyframes and references become rows."""
 
     text: str = "rank0"  # rank0: rank 0 alone; tp: spread over all ranks; auto: spread where rank 0 does not hold it
+    conditions: str = "rank0"  # keyframes and references. parallel: tile by tile, and sound by sound, on all ranks
 
 
 @dataclass
@@ -183,6 +184,7 @@ CHOICES: Mapping[str, tuple[str, ...]] = {
     "sampler.sampler": ("euler", "res_multistep"),
     "sampler.noise": ("comfy", "official"),
     "encode.text": ("auto", "rank0", "tp"),
+    "encode.conditions": ("rank0", "parallel"),
     "decode.mode": ("auto", "rank0", "parallel"),
     "decode.fast": ("off", "on"),
 }

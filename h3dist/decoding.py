@@ -72,13 +72,14 @@ class Decoded:
 
 
 def vaes_for(plan: Plan, slots: Slots | None, model: ModelConfig) -> Vaes | None:
-    """The VAEs' files as this rank needs them: rank 0 has opened them, and the others open them if all decode.
+    """The VAEs' files as this rank needs them: rank 0 has opened them, and the others open them if all encode
+    conditions or decode.
 
     Raises CheckpointError.
     """
     if slots is not None:
         return Vaes(slots.video_vae, slots.audio_vae)
-    return Vaes(*open_vaes(model)[:2]) if plan.decode.parallel else None
+    return Vaes(*open_vaes(model)[:2]) if plan.decode.parallel or plan.encode.parallel else None
 
 
 @contextmanager

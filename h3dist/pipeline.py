@@ -29,6 +29,7 @@ from h3dist.conditioning import encode_conditions
 from h3dist.config import Config
 from h3dist.decoding import Clean, assist, decode_alone, decode_together, vaes_for
 from h3dist.deliver import deliver, delivery
+from h3dist.encoding import MediaWork, assist_media, encode_media
 from h3dist.intake import read_request
 from h3dist.material import read_material
 from h3dist.model.denoiser import Denoiser
@@ -115,7 +116,7 @@ def start(site: Site, job: Mapping[str, Any] | None, dfile: DenoiserFile) -> Sta
     site.comm.same("the plan", plan.digest)
     if plan.encode.spread:
         site.comm.same("the text encoder's header", text.file.header_hash)
-    if plan.decode.parallel:
+    if plan.decode.parallel or plan.encode.parallel:
         site.comm.same("the VAEs' headers", [state.file.header_hash for state in vaes])
     return Started(dfile, slots, text, vaes, told["resolved"], told["presentation"], plan, schedule)
 
@@ -204,9 +205,12 @@ def encode(site: Site, started: Started) -> tuple[Tensor | None, Tensor | None, 
     One model at a time is in memory: the text encoder, the refiner, the VAEs' encoders.
     """
     slots, resolved, contract = started.slots, started.resolved, site.config.sampler.noise
+    work = MediaWork(started.plan, site.comm, started.vaes, site.config.model) if started.plan.encode.parallel else None
     if slots is None:
         if started.plan.encode.spread:
             encode_text(site, started, {})
+        if work:
+            assist_media(work)
         return None, None, None
     with all_cores():
         material = read_material(resolved, started.plan.conditions)
@@ -214,8 +218,12 @@ def encode(site: Site, started: Started) -> tuple[Tensor | None, Tensor | None, 
     states_Lt = encode_text(site, started, seen)
     with all_cores():
         rows_LC = refine_text(started.dfile, states_Lt, site.device)
-        drawn = {"contract": contract, "seed": resolved.seed, "device": site.device}
-        return states_Lt, rows_LC, encode_conditions(material, slots, site.config.model, **drawn)
+    drawn = {"contract": contract, "seed": resolved.seed}
+    if work:
+        return states_Lt, rows_LC, encode_media(work, material, **drawn)
+    with all_cores():
+        kept = encode_conditions(material, slots, site.config.model, device=site.device, **drawn)
+        return states_Lt, rows_LC, kept
 
 
 def encode_text(site: Site, started: Started, seen: Mapping[str, Vision]) -> Tensor:

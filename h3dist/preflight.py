@@ -141,6 +141,7 @@ def plan_on(
         text=facts.text,
         shown_rows=shown_rows(conditions, sampler.noise),
         encode=encode or encoders(config)[0],
+        encode_conditions=config.encode.conditions,
         exchange=exchange or choose_exchange(**vars(config.exchange)),
         gemm=gemm,
         resident_blocks=OFFLOADED if config.runtime.offload == "blocks" else None,

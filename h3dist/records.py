@@ -26,7 +26,7 @@ from h3dist.text.presentation import Presentation
 @dataclass(frozen=True)
 class Started:
     """What all ranks agreed on before any work. `slots`, the opened files, are rank 0's alone; `text`, the text
-    encoder's file, and `vaes` are rank 0's, or everybody's where all encode the text or decode."""
+    encoder's file, and `vaes` are rank 0's, or everybody's where all encode or decode."""
 
     dfile: DenoiserFile
     slots: Slots | None

@@ -52,6 +52,7 @@ class Walked:
     trace: dict[str, Any]  # name -> array, on rank 0
     heavy: tuple[str, ...]  # modules of HEAVY that this process has
     rounding: dict[str, tuple[float, float]]  # of codes, where heads move as such
+    kept: dict[str, str]  # the hashes of the conditions' rows, by kind
 
 
 def prepare_run(
@@ -92,6 +93,7 @@ def walk(seat: Any, run: Run, layout: Layout, twice: bool = False) -> Walked:
         trace=arrays(prepared.states_Lt, denoised) if site.first else {},
         heavy=tuple(name for name in HEAVY if name in sys.modules),
         rounding=site.comm.rounding.sums(),
+        kept={kind: sha256(rows) for kind, rows in prepared.kept.items()},
     )
 
 

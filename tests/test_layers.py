@@ -9,14 +9,14 @@ import pytest
 
 PACKAGE = Path(__file__).parent.parent / "h3dist"
 LAYERS = [
-    {"errors", "geometry", "conditions", "fitting", "status", "outputs", "provenance", "tiles", "spread"},
+    {"errors", "geometry", "conditions", "fitting", "status", "outputs", "provenance", "tiles", "spread", "clips"},
     {"request", "config"},
     {"topology", "packing", "checkpoint", "fp8"},
     {"plan"},
     {"comm", "attention"},
     {"model", "sampling", "text", "vae", "media", "saved", "compare"},
     {"preflight", "planner", "relief", "intake", "material", "job", "site", "progress", "sidecar", "attending"},
-    {"deliver", "decoding", "records", "conditioning", "tiny"},
+    {"deliver", "decoding", "encoding", "records", "conditioning", "tiny"},
     {"pipeline"},
     {"workers", "processes", "torchrun"},
     {"generate", "bench", "matrix", "serve", "service", "cloud", "report", "doctor"},

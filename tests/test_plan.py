@@ -202,6 +202,9 @@ def test_tensor_sends_its_padding_and_amax_only_where_asked():
             "encode.heads": 0,
             "encode.ffn": 0,
             "encode.hidden": 0,
+            "encode.pixels": 0,
+            "encode.sounds": 0,
+            "encode.moments": 0,
             "decode.tiles": 0,
             "decode.sound": 0,
         }

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from golden import GOLDEN, needs_golden
+from mediafiles import tone, write_film
 from PIL import Image
 from safetensors.torch import load_file, save_file
 from stages import on_one_core, one_core, prepare_run, walk
@@ -93,7 +94,7 @@ def encode_cases(
         state = open_text_encoder(*paths)
         share = case.plan(state, seat.world).shares[seat.rank]
         comm.counted.update(dict.fromkeys(ENCODE_LABELS, 0))
-        plan = EncodePlan("tp", share_text(state.dims, seat.world))
+        plan = EncodePlan("tp", shares=share_text(state.dims, seat.world))
         with comm.stage("encode"):
             vision = case.vision if seat.rank == 0 else None
             states = encode_together(state, paths[1], plan, comm, case.presentation, vision)
@@ -136,23 +137,25 @@ def test_the_golden_clip_comes_of_a_text_encoder_over_three_ranks(world, tmp_pat
         assert (torch.from_numpy(ranks[0].trace[name]).double() - want).norm() <= 1e-5 * want.norm(), name
     for rank in ranks:
         assert rank.sent == rank.planned and rank.sent["encode.ffn"] and rank.file_bytes[0] == rank.file_bytes[1]
-    assert "diffusers" not in ranks[1].heavy + ranks[2].heavy, "only the text encoder is everybody's"
 
 
-def test_a_picture_is_seen_as_by_one_rank(world, tmp_path):
-    paths = write_tiny(tmp_path / "set", seed=5)
-    pixels = np.random.default_rng(1).integers(0, 256, (64, 96, 3), dtype=np.uint8)
-    Image.fromarray(pixels).save(tmp_path / "a.png")
-    request = {"prompt": "A boat.", "first_frame": str(tmp_path / "a.png"), "width": 96, "height": 64, "frames": 5}
-    request |= {"steps": 1, "seed": 7}
-    runs = [
-        prepare_run(paths, request, tmp_path, f"encode={where}", trace="t.safetensors") for where in ("rank0", "tp")
-    ]
+def test_pictures_and_sound_are_seen_and_heard_as_by_one_rank(world, tmp_path):
+    """The pipeline with all that is encoded over ranks, of the VAEs' own modules: rows of pictures to the last bit."""
+    paths, source = write_tiny(tmp_path / "set", seed=5), np.random.default_rng(1)
+    Image.fromarray(source.integers(0, 256, (64, 96, 3), dtype=np.uint8)).save(tmp_path / "a.png")
+    film = [source.integers(0, 256, (96, 128, 3), dtype=np.uint8) for _ in range(53)]
+    write_film(tmp_path / "walk.mkv", film, sound=tone(53 / 24, hertz=330.0))
+    request = {"prompt": "A boat.", "width": 96, "height": 64, "frames": 39, "steps": 1, "seed": 7}
+    request["references"] = [{"image": str(tmp_path / "a.png")}, {"video": str(tmp_path / "walk.mkv")}]
+    how = ["encode=rank0"], ["encode=tp", "encode.conditions=parallel"]
+    runs = [prepare_run(paths, request, tmp_path, *words, trace="t.safetensors") for words in how]
     (alone, _), (first, second) = (world.run(walk, run, Layout(tp=2), ranks=2, limit=150) for run in runs)
+    assert first.kept == alone.kept and alone.kept.keys() == {"kept video", "kept audio"}
     for name, want in alone.trace.items():
         assert np.linalg.norm(first.trace[name] - want) <= 1e-6 * np.linalg.norm(want), name
     assert first.sent == first.planned and second.sent == second.planned
-    assert first.sent["encode.inputs"] and first.hashes == second.hashes
+    assert first.sent["encode.inputs"] and first.sent["encode.pixels"] and second.sent["encode.moments"]
+    assert first.hashes == second.hashes
 
 
 def test_layers_with_keys_of_their_own_ask_for_no_grouped_queries(paths, cases, alone):
@@ -160,7 +163,9 @@ def test_layers_with_keys_of_their_own_ask_for_no_grouped_queries(paths, cases, 
     state = open_text_encoder(*paths)
     whole, asked = TextEncoder.load(state, paths[1], "cpu"), []
     one = SimpleNamespace(join=lambda label, mine, widths: mine)
-    layers = load_layers(state, paths[1], EncodePlan("tp", share_text(state.dims, 1)), 0, one, torch.device("cpu"))
+    layers = load_layers(
+        state, paths[1], EncodePlan("tp", shares=share_text(state.dims, 1)), 0, one, torch.device("cpu")
+    )
     attend = functional.scaled_dot_product_attention
 
     def listen(q, k, v, **options):
@@ -184,7 +189,7 @@ def test_a_damaged_scale_is_found_by_the_rank_that_reads_it(paths, tmp_path, ran
     scales[len(scales) // 2 * rank] = 0x7F
     save_file(tensors, tmp_path / "torn.safetensors")
     state = open_text_encoder(str(tmp_path / "torn.safetensors"), paths[1])
-    plan = EncodePlan("tp", share_text(state.dims, 2))
+    plan = EncodePlan("tp", shares=share_text(state.dims, 2))
     for index in range(2):
         load = partial(load_layers, state, paths[1], plan, index, None, torch.device("cpu"))
         if index == rank:

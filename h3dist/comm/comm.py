@@ -138,7 +138,7 @@ class Comm:
         return moves
 
     def encoding(self) -> RankEncoding:
-        """What the text encoder asks of the other ranks of the request, of which there are some."""
+        """What encoders ask of the other ranks of the request, of which there are some."""
         wire = self._tensors["request"]
         assert wire is not None
         return RankEncoding(wire, self.device)

@@ -23,7 +23,14 @@ BY_CELLS = {  # what the cells decide, and the key that says it for all of them
     "request.duration": "shapes=[...]",
 }
 OF_BOTH = ("request.steps", "request.seed")
-WAYS = ("runtime.gemm", "runtime.fused", "runtime.offload", "encode.text", "decode.mode")  # how a clip is computed
+WAYS = (  # how a clip is computed
+    "runtime.gemm",
+    "runtime.fused",
+    "runtime.offload",
+    "encode.text",
+    "encode.conditions",
+    "decode.mode",
+)
 OF_CLIPS = ("model", "sampler", "encode", "decode", *WAYS, *(f"request.{name}" for name in config_keys(RequestConfig)))
 OF_RANDOM_WEIGHTS = ("size", "text_rows")
 

@@ -1,5 +1,7 @@
 """Where the text encoder runs: on rank 0 alone, or spread over all ranks; who holds what, what that sends and takes.
 
+Keyframes and references are likewise rank 0's or everybody's: see `media`.
+
 Under "tp" every rank holds some rows of each linear of the decoder layers: those of its query heads (with the key and
 value heads that these attend to), of its columns of the MLP, and of its columns of the hidden state. Rank 0 alone
 reads the embedding and the vision tower, first, and sends what they give. With L rows, V of them tokens of pictures,
@@ -12,39 +14,57 @@ of any rank (pieces of a gather are even, and what fills them up is sent too), a
     encode.hidden   4 N 2 L c (n - 1)          what attention and the MLP give
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from h3dist.checkpoint.text_names import LAYERS, TextDims
 from h3dist.checkpoint.text_shard import TextShare, text_slices
 from h3dist.plan.layout import Span, column_spans, length, split_ragged
-from h3dist.plan.memory import Stored, encoding_bytes
+from h3dist.plan.media import MEDIA_LABELS, media_bytes, media_sent, schedule_media, speedup
+from h3dist.plan.memory import Stored, alone_text, encoding_bytes
 from h3dist.plan.text_memory import FLOAT, spread_bytes, vision_bytes
 
 if TYPE_CHECKING:
     from h3dist.plan.plan import Plan, Share
 
-ENCODE_LABELS = ("encode.inputs", "encode.heads", "encode.ffn", "encode.hidden")
+TEXT_LABELS = ("encode.inputs", "encode.heads", "encode.ffn", "encode.hidden")
+ENCODE_LABELS = (*TEXT_LABELS, *MEDIA_LABELS)
 
 
 @dataclass(frozen=True)
 class EncodePlan:
-    """Where the text encoder runs: `text`, rank0 or tp, and `shares` by rank of the request, none with rank 0 alone."""
+    """Where the text encoder runs: `text`, rank0 or tp, and `shares` by rank of the request, none with rank 0 alone.
+
+    Where the VAEs encode conditions: `conditions`, rank0 or parallel, and the tiles and sounds of each rank likewise.
+    """
 
     text: str = "rank0"
+    conditions: str = "rank0"
     shares: tuple[TextShare, ...] = ()
+    tiles: tuple[int, ...] = ()
+    sounds: tuple[int, ...] = ()
+    speedup: float = 1.0  # of the conditions' encoding, by the schedule
 
     @property
     def spread(self) -> bool:
         """Whether it is spread over ranks."""
         return bool(self.shares)
 
-    def told(self) -> str:
-        """One line for people."""
-        if not self.spread:
-            return "rank 0 encodes the text"
-        counts = "-".join(map(str, sorted({length(share.heads) for share in self.shares})))
-        return f"all ranks encode the text, {counts} heads of the text encoder each"
+    @property
+    def parallel(self) -> bool:
+        """Whether all ranks encode the conditions."""
+        return bool(self.tiles)
+
+    def told(self) -> list[str]:
+        """Lines for people."""
+        text = "rank 0 encodes the text"
+        if self.spread:
+            text = f"all ranks encode the text, {_range(widths(self.shares, 'heads'))} heads of the text encoder each"
+        if not self.parallel:
+            return [text]
+        jobs = f"{_range(self.tiles)} tiles and {_range(self.sounds)} sounds each"
+        return [text, f"all ranks encode the conditions, {jobs}, {self.speedup:.2f} x rank 0 by the schedule"]
 
 
 def share_text(dims: TextDims, ranks: int) -> tuple[TextShare, ...]:
@@ -54,19 +74,30 @@ def share_text(dims: TextDims, ranks: int) -> tuple[TextShare, ...]:
 
 
 def with_encode(plan: "Plan") -> "Plan":
-    """The same plan with the text encoder spread, where `plan.encode` asks for that and there are ranks to do so."""
-    stored, ranks = plan.stored, plan.layout.ranks
-    spread = plan.encode.text == "tp" and ranks > 1
-    encode = replace(plan.encode, shares=share_text(stored.text_dims, ranks) if spread else ())
-    plan = replace(plan, encode=encode)
+    """The same plan with text and conditions encoded by all ranks, as far as `plan.encode` asks for that and there are
+    ranks, and conditions, to do so."""
+    plan = replace(plan, encode=_decide(plan))
     shares = tuple(
         replace(share, sent=share.sent | _sent(plan, share), text_bytes=_asked(plan, share)) for share in plan.shares
     )
     memory = plan.memory
-    if spread:
-        needs = [_memory(plan, share) for share in plan.shares]
+    if plan.encode.spread or plan.encode.parallel:
+        needs = [plan.stored.reserve + _memory(plan, share.rank % plan.layout.ranks) for share in plan.shares]
         memory = tuple(stages | {"encode": need} for stages, need in zip(memory, needs, strict=True))
     return replace(plan, shares=shares, memory=memory)
+
+
+def _decide(plan: "Plan") -> EncodePlan:
+    ask, ranks = plan.encode, plan.layout.ranks
+    made = EncodePlan(ask.text, ask.conditions)
+    if ranks > 1 and ask.text == "tp":
+        made = replace(made, shares=share_text(plan.stored.text_dims, ranks))
+    if ranks > 1 and ask.conditions == "parallel" and plan.conditions:
+        sounds, *clips = schedule_media(plan.conditions, ranks, plan.decode.device)[1].chunks
+        tiles = tuple(sum(owners.count(rank) for owners in clips) for rank in range(ranks))
+        faster = speedup(plan.conditions, ranks, plan.decode.device)
+        made = replace(made, tiles=tiles, sounds=tuple(map(sounds.count, range(ranks))), speedup=faster)
+    return made
 
 
 def widths(shares: tuple[TextShare, ...], kind: str) -> tuple[int, ...]:
@@ -106,28 +137,50 @@ def _asked(plan: "Plan", share: "Share") -> int:
 
 
 def _sent(plan: "Plan", share: "Share") -> dict[str, int]:
-    """Bytes by label of one rank, by the formulas above."""
-    if not plan.encode.spread:
-        return dict.fromkeys(ENCODE_LABELS, 0)
+    """Bytes by label of one rank, by the formulas above and those of `media`."""
+    found = dict.fromkeys(ENCODE_LABELS, 0)
+    if plan.encode.spread:
+        found |= _text_sent(plan, share)
+    if plan.encode.parallel:
+        ranks = plan.layout.ranks
+        media = media_sent(plan.conditions, plan.dims, ranks, plan.decode.device, share.rank % ranks)
+        found |= dict(zip(MEDIA_LABELS, media, strict=True))
+    return found
+
+
+def _text_sent(plan: "Plan", share: "Share") -> dict[str, int]:
     dims, first = plan.stored.text_dims, share.rank % plan.layout.ranks == 0
     others = FLOAT * (plan.layout.ranks - 1)
     most = {kind: max(widths(plan.encode.shares, kind)) for kind in ("heads", "ffn", "hidden")}
     rows = LAYERS * plan.text_rows * others
     given = (plan.text_rows + dims.vision.deepstack * plan.shown_rows) * dims.hidden
     joined = most["heads"] * dims.head_dim, most["ffn"], 2 * most["hidden"]
-    return dict(zip(ENCODE_LABELS, (first * given * others, *(rows * width for width in joined)), strict=True))
+    return dict(zip(TEXT_LABELS, (first * given * others, *(rows * width for width in joined)), strict=True))
 
 
-def _memory(plan: "Plan", share: "Share") -> int:
-    """A rank's encode stage where the text encoder is spread: on rank 0 first the embedding and the vision tower.
+def _memory(plan: "Plan", rank: int) -> int:
+    """What a rank's encode stage takes beside the reserve: the more of the text's part and the conditions'."""
+    states = FLOAT * plan.text_rows * plan.stored.text_dims.hidden
+    return max(_text_memory(plan, rank, states), _media_memory(plan, rank) + states * (rank == 0))
 
-    The conditions are encoded by rank 0 alone after it, as without.
-    """
-    stored, dims, rank = plan.stored, plan.stored.text_dims, share.rank % plan.layout.ranks
-    states = FLOAT * plan.text_rows * dims.hidden
+
+def _text_memory(plan: "Plan", rank: int, states: int) -> int:
+    """Where it is spread on rank 0 first the embedding and the vision tower, which leave, then the layers."""
+    stored, dims = plan.stored, plan.stored.text_dims
+    if not plan.encode.spread:
+        return alone_text(stored, plan.text_rows, plan.shown_rows) + states if rank == 0 else 0
     layers = layer_bytes(plan.encode, stored, rank) + states
     layers += spread_bytes(dims, plan.text_rows, plan.shown_rows, plan.encode.shares[rank])
-    if rank:
-        return stored.reserve + layers
     front = (stored.text.front if stored.text else 0) + vision_bytes(dims, plan.shown_rows) + states
-    return stored.reserve + max(front, layers, encoding_bytes(plan.conditions, stored) + states)
+    return max(layers, front) if rank == 0 else layers
+
+
+def _media_memory(plan: "Plan", rank: int) -> int:
+    if not plan.encode.parallel:
+        return encoding_bytes(plan.conditions, plan.stored) if rank == 0 else 0
+    schedule = schedule_media(plan.conditions, plan.layout.ranks, plan.decode.device)[1]
+    return media_bytes(plan.conditions, plan.dims, plan.stored, schedule, rank)
+
+
+def _range(counts: Sequence[int]) -> str:
+    return "-".join(map(str, sorted({min(counts), max(counts)})))

@@ -6,7 +6,6 @@ from dataclasses import dataclass, replace
 from h3dist.conditions import Condition
 from h3dist.errors import PlanError
 from h3dist.geometry import Geometry
-from h3dist.plan.encode import EncodePlan
 from h3dist.plan.layout import Layout
 from h3dist.plan.plan import Plan, relayout
 
@@ -86,7 +85,7 @@ def _nearest_fit(plan: Plan, free: int) -> Iterator[str]:
 def _spread_text(plan: Plan, free: int) -> Iterator[str]:
     """The text encoder over the same ranks, else the fewest more, where rank 0 alone has it. At most one."""
     if not plan.encode.spread:
-        other = replace(plan, encode=EncodePlan("tp"))
+        other = replace(plan, encode=replace(plan.encode, text="tp"))
         yield from (f"encode=tp {way}" for way in _nearest_fit(other, free))
 
 

@@ -98,20 +98,24 @@ def estimate(work: Work, stored: Stored, share: "Share", geometry: Geometry) -> 
     nothing.
 
     The text encoder and the refiner leave before the denoiser is loaded; the denoiser stays while rank 0
-    decodes. Where the text encoder is spread over ranks `encode` says what they need.
+    decodes. Where others than rank 0 encode too `encode` says what they need.
     """
     states = work.text_rows * work.dims.text_dim * F32
     picture = geometry.width * geometry.height * 3 * CHUNK_FRAMES * F32
     vaes = stored.video_vae + stored.audio_vae
     first = share.rank % work.layout.ranks == 0
-    text = stored.text_encoder and stored.text_encoder + alone_bytes(stored.text_dims, work.text_rows, work.shown_rows)
-    read = max(text, encoding_bytes(work.conditions, stored))
+    read = max(alone_text(stored, work.text_rows, work.shown_rows), encoding_bytes(work.conditions, stored))
     return {
         "encode": stored.reserve + first * (read + states),
         "refine": stored.reserve + first * (F32 * refiner_weights(work.dims) + states),
         "denoise": stored.reserve + share.weight_bytes + activation_bytes(work, stored.gemm, share),
         "decode": stored.reserve + share.weight_bytes + first * (vaes + 2 * picture),
     }
+
+
+def alone_text(stored: Stored, rows: int, shown: int) -> int:
+    """What the whole text encoder takes on one rank; nothing where its file is not known."""
+    return stored.text_encoder and stored.text_encoder + alone_bytes(stored.text_dims, rows, shown)
 
 
 def encoding_bytes(conditions: Sequence[Condition], stored: Stored) -> int:

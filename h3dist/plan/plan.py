@@ -133,6 +133,7 @@ def make_plan(
     text: "TextStored | None" = None,
     shown_rows: int = 0,
     encode: str = "rank0",
+    encode_conditions: str = "rank0",
     decode: str = "rank0",
     fast_decode: bool = False,
     decode_batch: int | None = None,
@@ -147,9 +148,9 @@ def make_plan(
     anything of ours, in bytes; `exchange` says how heads move over sp; `gemm` how linears are multiplied, by default as
     `fp4` says; `resident_blocks` how many are on the device at a time (None: all); `decode` where the clip is decoded,
     "auto" if that is the plan's to decide, and `device` on what kind of devices; `fast_decode` and `decode_batch` are
-    for `decode.ask_decode`; `encode` where the text is encoded,
-    rank0 or tp; `text` the text encoder's file by its parts; `shown_rows` of the text are tokens of pictures. Raises
-    PlanError and ConfigError.
+    for `decode.ask_decode`; `encode` where the text is encoded, rank0 or tp; `encode_conditions` where keyframes and
+    references are, rank0 or parallel; `text` the text encoder's file by its parts; `shown_rows` of the text are tokens
+    of pictures. Raises PlanError and ConfigError.
     """
     if dtype not in ELEMENT_BYTES:
         raise ConfigError(f"runtime.dtype={dtype!r}{nearest(dtype, ELEMENT_BYTES)}; use {' or '.join(ELEMENT_BYTES)}")
@@ -177,7 +178,7 @@ def make_plan(
         steps=steps,
         dtype=dtype,
         attention=attention,
-        encode=EncodePlan(encode),
+        encode=EncodePlan(encode, encode_conditions),
         decode=ask_decode(decode, device, fast_decode, decode_batch, geometry),
         exchange=exchange,
         fp4=fp4,

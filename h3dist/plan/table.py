@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING
 from h3dist.conditions import kept_shapes
 from h3dist.geometry import AUDIO_RATE
 from h3dist.plan.decode import DECODE_LABELS
-from h3dist.plan.encode import ENCODE_LABELS
+from h3dist.plan.encode import TEXT_LABELS
 from h3dist.plan.exchange import PLAIN
+from h3dist.plan.media import MEDIA_LABELS
 from h3dist.plan.traffic import FLOAT, LABELS
 
 if TYPE_CHECKING:
@@ -42,10 +43,11 @@ def table(plan: "Plan") -> str:
         "sent in the whole run, by collective",
         _columns(("rank", *used, "all"), sends),
         _encode(plan),
+        _media(plan),
         _decode(plan),
         "memory by stage, estimated",
         _columns(("rank", *stages, "peak"), needs),
-        "\n".join(f"- {line}" for line in (*plan.reasons, plan.encode.told(), plan.decode.text(), *plan.notes)),
+        "\n".join(f"- {line}" for line in (*plan.reasons, *plan.encode.told(), plan.decode.text(), *plan.notes)),
         f"plan {plan.digest[:12]}",
     ]
     return "\n".join(part for part in parts if part)
@@ -92,11 +94,24 @@ def _encode(plan: "Plan") -> str:
             str(rank),
             *(f"{a}..{b}" for a, b in (part.heads, part.ffn)),
             size(share.text_bytes),
-            *(size(share.sent[n]) for n in ENCODE_LABELS),
+            *(size(share.sent[n]) for n in TEXT_LABELS),
         ]
         for rank, (part, share) in enumerate(zip(plan.encode.shares, plan.shares, strict=True))
     ]
-    return _columns(("rank", "text heads", "ffn", "from file", *ENCODE_LABELS), lines)
+    return _columns(("rank", "text heads", "ffn", "from file", *TEXT_LABELS), lines)
+
+
+def _media(plan: "Plan") -> str:
+    """A line for each rank that conditions are given out to: its jobs, and the bytes that it sends."""
+    encode = plan.encode
+    if not encode.parallel:
+        return ""
+    jobs = zip(encode.tiles, encode.sounds, plan.shares, strict=True)
+    lines = [
+        [str(rank), str(tiles), str(sounds), *(size(share.sent[n]) for n in MEDIA_LABELS)]
+        for rank, (tiles, sounds, share) in enumerate(jobs)
+    ]
+    return _columns(("rank", "tiles", "sounds", *MEDIA_LABELS), lines)
 
 
 def _decode(plan: "Plan") -> str:

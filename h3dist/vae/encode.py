@@ -3,15 +3,18 @@
 Letters: F frames, H W pixels of a picture; t h w latents; f y x a tile's. The cuts are those of decoding.
 """
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 from torch import Tensor
 
 from h3dist.errors import NumericsError
 from h3dist.geometry import CHUNK_FRAMES, CHUNK_LATENTS, TAIL_LATENTS
-from h3dist.tiles import Axis, cut_axis
+from h3dist.tiles import cut_axis
 from h3dist.vae.blend import stitch
 from h3dist.vae.video import PIXEL_MEAN, PIXEL_STD, VideoVae
+from h3dist.vae.weights import Statistics
 
 SAMPLE_SEED = 42  # of the official posterior sample, whatever the request's own seed
 LOG_VARIANCE = (-30.0, 20.0)  # what the posterior's log variance is clamped to
@@ -24,14 +27,19 @@ def encode_frames(vae: VideoVae, frames: np.ndarray, contract: str) -> Tensor:
     One frame is one latent; 17k + 5 are 5k + 2. "comfy" takes the posterior's mean, "official" a sample of it
     under seed 42 that is rounded to float16. Raises NumericsError for NaN or infinity.
     """
-    moments = torch.cat([encode_clip(vae, clip) for clip in _clips(frames)], dim=1)[None]  # [1, 48, t, h, w]
-    if len(frames) > 1:
+    return choose_latents([encode_clip(vae, clip) for clip in clips_of(frames)], contract, vae.statistics)
+
+
+def choose_latents(clips: Sequence[Tensor], contract: str, statistics: Statistics) -> Tensor:
+    """The same from the moments f32 [48, t, h, w] of all clips."""
+    moments = torch.cat(list(clips), dim=1)[None]  # [1, 48, t, h, w]
+    if moments.shape[2] > 1:  # no still
         moments = moments[:, :, : TAIL_LATENTS - CHUNK_LATENTS]
     if not torch.isfinite(moments).all():
         raise NumericsError("the video VAE gave NaN or infinity for a keyframe or a reference")
     mean, log_variance = moments.chunk(2, dim=1)
     latents = mean if contract == "comfy" else sample_posterior(mean, log_variance)
-    return vae.statistics.normalise(latents.cpu())
+    return statistics.normalise(latents.cpu())
 
 
 def sample_posterior(mean: Tensor, log_variance: Tensor) -> Tensor:
@@ -42,7 +50,7 @@ def sample_posterior(mean: Tensor, log_variance: Tensor) -> Tensor:
     return (mean + std * noise).to(torch.float16).float()
 
 
-def _clips(frames: np.ndarray) -> list[np.ndarray]:
+def clips_of(frames: np.ndarray) -> list[np.ndarray]:
     """Clips of 17 frames, the last filled up with its last frame; a single frame is a clip by itself."""
     if len(frames) == 1:
         return [frames]
@@ -52,23 +60,25 @@ def _clips(frames: np.ndarray) -> list[np.ndarray]:
 
 def encode_clip(vae: VideoVae, frames: np.ndarray) -> Tensor:
     """Moments f32 [48, t, h, w] of one clip u8 [f, H, W, 3], its tiles faded into each other."""
-    pixels = to_pixels(frames, vae.device)
-    rows, cols = cut_axis(pixels.shape[-2]), cut_axis(pixels.shape[-1])
-    tiles = (vae.encode_job(_tile(pixels, rows, row, cols, col))[0] for row, col in _places(rows, cols))
+    rows, cols = cut_axis(frames.shape[1]), cut_axis(frames.shape[2])
+    corners = ((top, left) for top in rows.starts for left in cols.starts)
+    tiles = (encode_tile(vae, cut_tile(frames, corner, (rows.size, cols.size))) for corner in corners)
     return stitch(tiles, rows.in_latents(), cols.in_latents())
 
 
-def to_pixels(frames: np.ndarray, device: torch.device) -> Tensor:
+def cut_tile(frames: np.ndarray, corner: tuple[int, int], size: tuple[int, int]) -> Tensor:
+    """Levels u8 [f, y, x, 3] of one tile of a clip [f, H, W, 3], by its upper left corner, in memory of its own."""
+    (top, left), (height, width) = corner, size
+    return torch.from_numpy(np.ascontiguousarray(frames[:, top : top + height, left : left + width]))
+
+
+def encode_tile(vae: VideoVae, levels: Tensor) -> Tensor:
+    """Moments f32 [48, t, y/16, x/16] of one tile's levels u8 [f, y, x, 3]."""
+    return vae.encode_job(to_pixels(levels, vae.device))[0]
+
+
+def to_pixels(levels: Tensor | np.ndarray, device: torch.device) -> Tensor:
     """ImageNet-normalised float32 [1, 3, f, H, W] from levels u8 [f, H, W, 3]."""
-    pixels = torch.from_numpy(np.ascontiguousarray(frames)).to(device).permute(3, 0, 1, 2)[None]
+    pixels = torch.as_tensor(levels).to(device).permute(3, 0, 1, 2)[None]
     mean, std = (torch.tensor(values, device=device).view(1, 3, 1, 1, 1) for values in (PIXEL_MEAN, PIXEL_STD))
     return (pixels.to(torch.float32).div(255) - mean) / std
-
-
-def _places(rows: Axis, cols: Axis) -> list[tuple[int, int]]:
-    return [(row, col) for row in range(len(rows.starts)) for col in range(len(cols.starts))]
-
-
-def _tile(pixels: Tensor, rows: Axis, row: int, cols: Axis, col: int) -> Tensor:
-    top, left = rows.starts[row], cols.starts[col]
-    return pixels[..., top : top + rows.size, left : left + cols.size]
