@@ -335,6 +335,14 @@ def test_a_device_without_a_class_is_refused():
         rows_of(made_up("NVIDIA A100"), load_rates())
 
 
+def test_the_floor_alone_is_beside_steps_done_otherwise():
+    found = run_suite(replace(SPEC, variants=("ahead",), floor_only=True, blocks=2, repeats=1))
+    entry = found["shapes"][0]
+    assert entry["parts"].keys() == {"weights", "products", "attention.sdpa", "velocity", "weights.auto"}
+    assert entry["variants"]["ahead"]["error"] == 0 and entry["ratios"]["variants"]["ahead"]["step_to_floor"] > 0
+    assert "| ahead |" in summary(found)
+
+
 def test_variants_are_chosen_by_set_or_by_name():
     fp8 = {variant.name for variant in variants.choose(["fp8"])}
     assert len(fp8) == 3 and all(name.startswith("gemm.fp8") for name in fp8)

@@ -31,7 +31,8 @@ class Clip:
 @dataclass(frozen=True)
 class Spec:
     """One benchmark. `limit`: seconds after which no further part is begun. `blocks`: fewer than the model's, in which
-    a step is in proportion. `variants`: whole steps done otherwise, see `variants.choose`."""
+    a step is in proportion. `variants`: whole steps done otherwise, see `variants.choose`. `floor_only`: of the parts
+    only what the floor is made of, and no plain step."""
 
     shapes: tuple[str, ...]
     mode: str = "auto"
@@ -46,6 +47,7 @@ class Spec:
     repeats: int = 5
     diffusers: bool = False
     variants: tuple[str, ...] = ()
+    floor_only: bool = False
     blocks: int | None = None
     limit: float = 440.0
     seed: int = 0

@@ -132,7 +132,10 @@ class Suite:
             entry["absent"] = {name: reason for name, reason in entry["absent"].items() if reason}
             for name, work in self._parts(bench).items():
                 self._do(entry, name, work)
-            self._do(entry, "step", lambda bench=bench: self._step(bench))
+            if self.spec.floor_only:
+                self._do(entry, "velocity", lambda bench=bench: self._velocity(bench))
+            else:
+                self._do(entry, "step", lambda bench=bench: self._step(bench))
 
     def _vary(self, entry: dict[str, Any], variant: variants.Variant, weights: DenoiserWeights, plan: Plan) -> None:
         """One way to do a step otherwise, or why there is none."""
@@ -174,11 +177,13 @@ class Suite:
         found: dict[str, Callable[[], Any]] = {"products": lambda: parts.products(bench)}
         if bench.plan.fp4:
             found["products_fp4"] = lambda: parts.fp4_products(bench)
+        usable = [b for b in WHOLE if b.refuses(bench.task) is None and b.lacks(bench.task) is None]
+        if self.spec.floor_only:
+            exact = [backend for backend in usable if backend.exact]
+            return found | {f"attention.{b.name}": partial(parts.attention, bench, b) for b in exact}
         if self.spec.variants:
             found |= {f"products_{gemm}": partial(parts.narrow_products, bench, gemm) for gemm in NARROW}
-        for backend in WHOLE:
-            if backend.refuses(bench.task) is None and backend.lacks(bench.task) is None:
-                found[f"attention.{backend.name}"] = partial(parts.attention, bench, backend)
+        found |= {f"attention.{backend.name}": partial(parts.attention, bench, backend) for backend in usable}
         if self.device.type == "cuda":
             found["host"] = lambda: parts.host(bench)
         found |= {
@@ -195,12 +200,17 @@ class Suite:
     def _step(self, bench: parts.Bench) -> dict[str, Any]:
         measured: Measured = run_steps(bench.denoiser, bench.plan, self.comm, seed=self.spec.seed)
         if self.spec.variants:
-            self._velocities[bench.plan.rows] = velocity(bench.denoiser, bench.plan, seed=self.spec.seed)
+            self._velocity(bench)
         timing = Timing(measured.seconds[1:])
         return timing.as_dict(first=measured.seconds[0], resident_bytes=measured.resident, peak_bytes=measured.peak) | {
             "sha256": measured.sha256,
             "sent": measured.sent,
         }
+
+    def _velocity(self, bench: parts.Bench) -> dict[str, Any]:
+        """Of the plain step, for the errors of others."""
+        self._velocities[bench.plan.rows] = velocity(bench.denoiser, bench.plan, seed=self.spec.seed)
+        return {}
 
     def _rivals(self, record: dict[str, Any]) -> None:
         """diffusers' model, made once, at every shape."""
