@@ -229,5 +229,7 @@ def _decide(config: Config, resolved: Resolved, facts: Facts, machine: Machine, 
         smaller = cuts(resolved, config.sampler.noise, facts.text_rows)
         check_memory(made, machine.free(choice.taken.seats), smaller)
     shown = vision_rows(made.conditions, config.sampler.noise)
-    notes = (f"{shown} of the {made.text_rows} text rows show keyframes and references",) if shown else ()
-    return Decision(made, choice, notes)
+    notes = [f"{shown} of the {made.text_rows} text rows show keyframes and references"] if shown else []
+    if choice is not first:
+        notes.append("encode=auto is tp here: rank 0's memory does not hold the whole text encoder")
+    return Decision(made, choice, tuple(notes))

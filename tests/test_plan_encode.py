@@ -117,8 +117,9 @@ def decided(encode, gib, ranks=2):
 
 
 def test_auto_spreads_it_where_rank_0_does_not_hold_it_and_else_changes_nothing():
-    assert decided("auto", 14).plan.encode.spread and decided("auto", 14).choice.taken.fits
-    assert decided("auto", 40).plan.digest == decided("rank0", 40).plan.digest
+    spread = decided("auto", 14)
+    assert spread.plan.encode.spread and spread.choice.taken.fits and "encode=auto is tp here" in spread.notes[0]
+    assert decided("auto", 40).plan.digest == decided("rank0", 40).plan.digest and not decided("auto", 40).notes
     with pytest.raises(PlanError, match="to encode"):
         decided("rank0", 14)
     with pytest.raises(PlanError, match=r"rank 0 needs about 1.* GiB to encode"):
