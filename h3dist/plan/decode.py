@@ -156,11 +156,13 @@ def _sent(plan: "Plan", decode: DecodePlan, rank: int) -> dict[str, int]:
 
 
 def _alone_memory(plan: "Plan", decode: DecodePlan) -> tuple[dict[str, int], ...]:
-    """Of every rank at each stage where rank 0 decodes: one tile a call is in what a process takes anyway."""
-    if decode.batch == 1:
-        return plan.memory
+    """Of every rank at each stage where rank 0 decodes: it holds the tiles of a call, and on a GPU those of the chunk
+    before as well."""
+    cuts = _cut(plan.geometry)
+    tiles = decode.batch + cuts.tiles * (decode.device == "cuda")
+    extra = decode.batch * TILE_WORK + tiles * _tile_bytes(cuts, decode.device)
     return tuple(
-        stages | {"decode": stages["decode"] + (share.rank % plan.layout.ranks == 0) * decode.batch * TILE_WORK}
+        stages | {"decode": stages["decode"] + (share.rank % plan.layout.ranks == 0) * extra}
         for stages, share in zip(plan.memory, plan.shares, strict=True)
     )
 

@@ -4,7 +4,7 @@ Letters: f frames, y and x pixels of a tile, H and W pixels of the picture. A ti
 """
 
 from collections.abc import Iterable, Iterator
-from itertools import islice
+from itertools import islice, pairwise
 
 import torch
 
@@ -14,64 +14,69 @@ from h3dist.tiles import Axis, Cuts
 FRAMES, ROWS, COLS = -3, -2, -1  # axes of a tile
 
 
-def cross_fade(old: torch.Tensor, new: torch.Tensor, overlap: int, axis: int) -> torch.Tensor:
-    """`new` with its first `overlap` entries along `axis` faded in over the last ones of `old`.
+def fade_in(new: torch.Tensor, old: torch.Tensor, overlap: int, axis: int) -> None:
+    """The first `overlap` entries of `new` along `axis`, in place, over the last ones of `old`; float32.
 
-    Entry j has weight j / overlap on the new side and 1 - j / overlap on the old one.
+    Entry j has weight j / overlap on the new side and 1 - j / overlap on the old one. `new` may end before them all.
     """
+    length = min(overlap, new.shape[axis])
     shape = [1] * new.ndim
-    shape[axis] = overlap
-    weight = (torch.arange(overlap, device=new.device, dtype=new.dtype) / overlap).view(shape)
-    under = old.narrow(axis, old.shape[axis] - overlap, overlap)
-    faded = under * (1 - weight) + new.narrow(axis, 0, overlap) * weight
-    return torch.cat([faded, new.narrow(axis, overlap, new.shape[axis] - overlap)], dim=axis)
+    shape[axis] = length
+    weight = (torch.arange(length, device=new.device, dtype=new.dtype) / overlap).view(shape)
+    under = old.narrow(axis, old.shape[axis] - overlap, length)
+    new.narrow(axis, 0, length).mul_(weight).add_(under * (1 - weight))
 
 
 def stitch(tiles: Iterator[torch.Tensor], rows: Axis, cols: Axis) -> torch.Tensor:
-    """One picture [3, f, H, W] from its tiles, taken in row order; only two rows of tiles are held at a time.
+    """One picture f32 [..., H, W] from its tiles [..., y, x], taken in row order; two rows of them are held at a time.
 
     Both fades take their neighbour as the decoder gave it, unblended, as diffusers does; it shows only where
     four tiles meet.
     """
-    strips: list[torch.Tensor] = []
+    picture: torch.Tensor | None = None
     above: list[torch.Tensor] = []
-    for index in range(len(rows.starts)):
+    for index, (top, bottom) in enumerate(_kept(rows)):
         row = list(islice(tiles, len(cols.starts)))
-        faded = row if index == 0 else _fade_down(above, row, rows.overlaps[index - 1])
-        strip = _strip(faded, row, cols)
-        kept = rows.size - rows.overlaps[index] if index < len(rows.overlaps) else rows.size
-        strips.append(strip.narrow(ROWS, 0, kept))
+        if picture is None:
+            shape = (*row[0].shape[:ROWS], rows.starts[-1] + rows.size, cols.starts[-1] + cols.size)
+            picture = row[0].new_empty(shape, dtype=torch.float32)
+        strip = picture[..., top:bottom, :]
+        _place(strip, row, cols, above, rows.overlaps[index - 1] if index else 0)
         above = row
-    return torch.cat(strips, dim=ROWS)
+    assert picture is not None
+    return picture
 
 
-def _fade_down(above: list[torch.Tensor], row: list[torch.Tensor], overlap: int) -> list[torch.Tensor]:
-    return [cross_fade(old, new, overlap, ROWS) for old, new in zip(above, row, strict=True)]
+def _place(strip: torch.Tensor, row: list[torch.Tensor], cols: Axis, above: list[torch.Tensor], overlap: int) -> None:
+    """The tiles of a row into its strip of the picture, faded in over those above by `overlap` and over the left."""
+    height = strip.shape[ROWS]
+    for index, (left, right) in enumerate(_kept(cols)):
+        part = strip[..., left:right]
+        part.copy_(row[index][..., :height, : right - left])
+        if overlap:
+            fade_in(part, above[index][..., : right - left], overlap, ROWS)
+        if index:
+            fade_in(part, row[index - 1][..., :height, :], cols.overlaps[index - 1], COLS)
 
 
-def _strip(tiles: list[torch.Tensor], beside: list[torch.Tensor], cols: Axis) -> torch.Tensor:
-    """A strip [3, f, y, W] of `tiles`, each faded in over its left neighbour in `beside`."""
-    parts = []
-    for index, tile in enumerate(tiles):
-        if index > 0:
-            tile = cross_fade(beside[index - 1], tile, cols.overlaps[index - 1], COLS)
-        kept = cols.size - cols.overlaps[index] if index < len(cols.overlaps) else cols.size
-        parts.append(tile.narrow(COLS, 0, kept))
-    return torch.cat(parts, dim=COLS)
+def _kept(axis: Axis) -> Iterator[tuple[int, int]]:
+    """Of each tile the half-open range of the picture that is its own: to where the next one starts."""
+    return pairwise((*axis.starts, axis.starts[-1] + axis.size))
 
 
 def blend(tiles: Iterable[torch.Tensor], cuts: Cuts) -> Iterator[torch.Tensor]:
-    """Raw frames [3, f, H, W], one tensor a chunk, from the results of `cuts.jobs()` in that order.
+    """Raw frames f32 [3, f, H, W], one tensor a chunk, from the results of `cuts.jobs()` in that order.
 
     A result holds a chunk's 17 frames and its tail of 5, [3, 22, y, x], wherever it was decoded; all arithmetic here
     is in float32.
     """
-    tiles = (tile.float() for tile in tiles)
+    tiles = iter(tiles)
     held: torch.Tensor | None = None  # the tail of the chunk before
     for index, chunk in enumerate(cuts.chunks):
-        head, tail = stitch(tiles, cuts.rows, cuts.cols).split([CHUNK_FRAMES, TAIL_FRAMES], dim=FRAMES)
+        picture = stitch(tiles, cuts.rows, cuts.cols)
+        head, tail = picture.split([CHUNK_FRAMES, TAIL_FRAMES], dim=FRAMES)
         if held is not None:
-            head = cross_fade(held, head, TAIL_FRAMES, FRAMES)
+            fade_in(head, held, TAIL_FRAMES, FRAMES)
         held = tail.clone()  # alone: the chunk itself is not kept
         last = index == len(cuts.chunks) - 1
-        yield (torch.cat([head, tail], dim=FRAMES) if last else head).narrow(FRAMES, 0, chunk.frames)
+        yield (picture if last else head).narrow(FRAMES, 0, chunk.frames)

@@ -5,6 +5,7 @@ a call (`decode_jobs`, the only step that needs weights), blend the results in s
 """
 
 import math
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -99,7 +100,7 @@ class VideoVae:
         check_latents(latents)
         restored, cuts = self.statistics.restore(latents), cut_video(*latents.shape[2:])
         tiles = (tile for jobs in cuts.calls(batch) for tile in self.decode_jobs(restored, jobs, batch))
-        return finish(tiles, cuts)
+        return finish(late(tiles, cuts.tiles) if self.device.type == "cuda" else tiles, cuts)
 
     def decode_job(self, latents: torch.Tensor, job: Job) -> torch.Tensor:
         """One tile of one chunk, as `decode_jobs`."""
@@ -161,10 +162,29 @@ def finish(tiles: Iterable[torch.Tensor], cuts: Cuts) -> Iterator[torch.Tensor]:
 
 
 def to_frames(raw: torch.Tensor) -> torch.Tensor:
-    """uint8 [f, H, W, 3] on the CPU from decoded float32 [3, f, H, W], rounded to the nearest level."""
+    """uint8 [f, H, W, 3] on the CPU from decoded float32 [3, f, H, W], rounded to the nearest level.
+
+    From a GPU they come into pinned memory, which torch keeps and gives to a later chunk: a copy into new memory takes
+    longer than all before it.
+    """
     mean, std = (raw.new_tensor(values).view(3, 1, 1, 1) for values in (PIXEL_MEAN, PIXEL_STD))
-    levels = (raw * std + mean).clamp(0, 1).mul(255).round().to(torch.uint8)
-    return levels.permute(1, 2, 3, 0).contiguous().cpu()
+    levels = (raw * std).add_(mean).clamp_(0, 1).mul_(255).round_()
+    frames = torch.empty((*levels.shape[1:], 3), dtype=torch.uint8, device=raw.device)
+    frames.permute(3, 0, 1, 2).copy_(levels)
+    if not raw.is_cuda:
+        return frames
+    return torch.empty(frames.shape, dtype=torch.uint8, pin_memory=True).copy_(frames)
+
+
+def late(tiles: Iterable[torch.Tensor], count: int) -> Iterator[torch.Tensor]:
+    """The same tiles, each after `count` more were begun: so a GPU has work while the host waits for frames."""
+    held: deque[torch.Tensor] = deque()
+    for tile in tiles:
+        held.append(tile)
+        if len(held) > count:
+            yield held.popleft()
+    while held:
+        yield held.popleft()
 
 
 def _check_geometry(settings: dict[str, Any]) -> None:
