@@ -73,13 +73,13 @@ def encode_media(work: MediaWork, material: Sequence[Material], *, contract: str
     sounds = encode_sounds(work, [item.sound for item in material if item.sound is not None])
     seen = [item for item in material if item.frames is not None]
     pixels = [clip for item in seen for clip in clips_of(item.frames[: item.condition.frames])]
-    vae_clips: dict[int, list[Tensor]] = {}
+    moments_of: dict[int, list[Tensor]] = {}
     for clip, moments in zip(work.cut[0], encode_clips(work, pixels), strict=True):
-        vae_clips.setdefault(clip.condition, []).append(moments)
+        moments_of.setdefault(clip.condition, []).append(moments)
     latents = []
-    if vae_clips:
+    if moments_of:
         statistics = work.video_vae(encoder=False).statistics
-        latents = [choose_latents(clips, contract, statistics) for clips in vae_clips.values()]
+        latents = [choose_latents(clips, contract, statistics) for clips in moments_of.values()]
     rows = video_rows(latents, [item.condition for item in seen], contract, seed)
     return by_kind(rows, audio_rows(sounds))
 
