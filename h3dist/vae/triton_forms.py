@@ -15,27 +15,23 @@ from torch import Tensor
 
 from h3dist.vae.forms import Turns
 
-ROWS = 4  # of one program of the norms, so that weights are read once for all
+ROWS, NORM_WARPS = 2, 8  # of one program of the norms: weights are read once for its rows
 COLUMNS = 1024  # of one program of the gate
 
 
 @triton.jit
 def _add_normed(x, y, scales, weights, h, N, C, eps, ADD: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr):
-    column = tl.arange(0, WIDTH)
-    inside = column < C
-    weight = tl.load(weights + column, mask=inside, other=0.0).to(tl.float32)
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+    column = tl.arange(0, WIDTH)[None, :]
+    here, where = (row < N) & (column < C), row * C + column
+    value = tl.load(x + where, mask=here, other=0.0)
     if ADD:
-        scale = tl.load(scales + column, mask=inside, other=0.0).to(tl.float32)
-    first = tl.program_id(0).to(tl.int64) * ROWS
-    for step in tl.static_range(ROWS):
-        row = first + step
-        here = inside & (row < N)
-        value = tl.load(x + row * C + column, mask=here, other=0.0)
-        if ADD:
-            value += tl.load(y + row * C + column, mask=here, other=0.0).to(tl.float32) * scale
-            tl.store(x + row * C + column, value, mask=here)
-        factor = 1.0 / tl.sqrt(tl.sum(value * value, axis=0) / C + eps)
-        tl.store(h + row * C + column, (value * factor * weight).to(h.dtype.element_ty), mask=here)
+        scale = tl.load(scales + column, mask=column < C, other=0.0).to(tl.float32)
+        value += tl.load(y + where, mask=here, other=0.0).to(tl.float32) * scale
+        tl.store(x + where, value, mask=here)
+    factor = 1.0 / tl.sqrt(tl.sum(value * value, axis=1) / C + eps)[:, None]
+    weight = tl.load(weights + column, mask=column < C, other=0.0).to(tl.float32)
+    tl.store(h + where, (value * factor * weight).to(h.dtype.element_ty), mask=here)
 
 
 @triton.jit
@@ -90,7 +86,7 @@ def _launch_norm(
 ) -> None:
     assert x_NC.is_contiguous() and y_NC.is_contiguous() and x_NC.dtype == torch.float32
     N, C = x_NC.shape
-    options = {"ADD": add, "ROWS": ROWS, "WIDTH": triton.next_power_of_2(C)}
+    options = {"ADD": add, "ROWS": ROWS, "WIDTH": triton.next_power_of_2(C), "num_warps": NORM_WARPS}
     _add_normed[(triton.cdiv(N, ROWS),)](x_NC, y_NC, scale_C, weight_C, h_NC, N, C, eps, **options)
 
 
