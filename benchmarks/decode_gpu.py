@@ -153,6 +153,7 @@ def clip_row(name: str, work: Callable[[], Any], repeats: int, wanted: Tensor | 
         synchronise()
         first, memory = time.perf_counter() - begun, peak()
         frames = to_frames(given.float()) if isinstance(given, Tensor) else torch.cat(given)
+        synchronise()
         del given
         error, equal = (None, None) if wanted is None else compared(frames[None], wanted[None])
         seconds = median(clock(work) for _ in range(repeats))

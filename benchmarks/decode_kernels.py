@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from datetime import date
 from functools import partial
-from itertools import product
+from itertools import pairwise, product
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -76,7 +76,8 @@ def parts(batch: int) -> Iterator[Row]:
     for name in ("cudnn", "flash"):
         with sdpa_kernel(KERNELS[name]):
             work = partial(F.scaled_dot_product_attention, q, k, v)
-            yield flops(f"attention, {name}", batch, work, 4 * batch * TOKENS**2 * C)
+            row = flops(f"attention, {name}", batch, work, 4 * batch * TOKENS**2 * C)
+        yield row
     yield from elementwise(batch, N, qkv)
 
 
@@ -122,7 +123,7 @@ def milliseconds(work: Callable[[], Any]) -> float:
         work()
         mark.record()
     torch.cuda.synchronize()
-    return median(a.elapsed_time(b) for a, b in zip(marks, marks[1:], strict=False))
+    return median(begun.elapsed_time(ended) for begun, ended in pairwise(marks))
 
 
 if __name__ == "__main__":

@@ -69,11 +69,17 @@ def test_frames_are_the_levels_of_the_plain_arithmetic(device):
     before = raw.clone()
     mean, std = (torch.tensor(values, device=device).view(3, 1, 1, 1) for values in (PIXEL_MEAN, PIXEL_STD))
     wanted = (raw * std + mean).clamp(0, 1).mul(255).round().to(torch.uint8).permute(1, 2, 3, 0).cpu()
-    found = to_frames(raw)
+    found = waited_for(to_frames(raw))
     assert torch.equal(found, wanted) and found.is_contiguous() and torch.equal(raw, before)
     assert found.is_pinned() == (device == "cuda")
-    other = to_frames(raw.neg())
+    other = waited_for(to_frames(raw.neg()))
     assert torch.equal(found, wanted) and not torch.equal(other, wanted), "a chunk that is in use stays"
+
+
+def waited_for(frames: Tensor) -> Tensor:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return frames
 
 
 def test_tiles_come_late_but_in_order():

@@ -155,17 +155,18 @@ def finish(tiles: Iterable[torch.Tensor], cuts: Cuts) -> Iterator[torch.Tensor]:
     start = 0
     for raw in blend(tiles, cuts):
         stop = start + raw.shape[1]
-        if not torch.isfinite(raw).all():
+        frames = to_frames(raw)
+        if not torch.isfinite(raw).all():  # waits for a GPU, so that the frames are there too
             raise NumericsError(f"the video VAE gave NaN or infinity in frames {start} to {stop - 1}")
-        yield to_frames(raw)
+        yield frames
         start = stop
 
 
 def to_frames(raw: torch.Tensor) -> torch.Tensor:
     """uint8 [f, H, W, 3] on the CPU from decoded float32 [3, f, H, W], rounded to the nearest level.
 
-    From a GPU they come into pinned memory, which torch keeps and gives to a later chunk: a copy into new memory takes
-    longer than all before it.
+    From a GPU they come into pinned memory, which torch keeps and gives to a later chunk (a copy into new memory takes
+    longer than all before it), and are there once its stream was waited for.
     """
     mean, std = (raw.new_tensor(values).view(3, 1, 1, 1) for values in (PIXEL_MEAN, PIXEL_STD))
     levels = (raw * std).add_(mean).clamp_(0, 1).mul_(255).round_()
@@ -173,7 +174,7 @@ def to_frames(raw: torch.Tensor) -> torch.Tensor:
     frames.permute(3, 0, 1, 2).copy_(levels)
     if not raw.is_cuda:
         return frames
-    return torch.empty(frames.shape, dtype=torch.uint8, pin_memory=True).copy_(frames)
+    return torch.empty(frames.shape, dtype=torch.uint8, pin_memory=True).copy_(frames, non_blocking=True)
 
 
 def late(tiles: Iterable[torch.Tensor], count: int) -> Iterator[torch.Tensor]:
