@@ -47,7 +47,8 @@ def world():
 
 def plan_of(layout: Layout, rows: int, dtype: str = "float32") -> Plan:
     """A plan for a sequence of `rows` rows, one of them text."""
-    clip = SimpleNamespace(audio_rows=0, video_rows=rows - 1, width=32, height=32)
+    cut = {"latent_t": 2, "latent_h": 2, "latent_w": 2}
+    clip = SimpleNamespace(audio_rows=0, video_rows=rows - 1, width=32, height=32, **cut)
     asked = SimpleNamespace(geometry=clip, notes=())
     return make_plan(asked, DIMS, 1, layout, dtype=dtype, attention="sdpa", steps=STEPS, amax=4 * DIMS.layers)
 

@@ -11,8 +11,8 @@ from unittest import mock
 import pytest
 import torch
 from mapped import MappedTransport
+from test_comm import DIMS, check_heads
 from test_comm import Whole as Numbers
-from test_comm import check_heads
 from test_exchange_variants import Whole, attended, attention, attention_part, plan_of
 from torch import Tensor
 from world import World
@@ -83,6 +83,28 @@ def equal_to_collectives(seat, layout: Layout, folder: str) -> None:
 @pytest.mark.parametrize("layout", [Layout(sp=2), Layout(sp=3), Layout(sp=4), Layout(sp=3, tp=2)], ids=str)
 def test_copies_give_what_collectives_give(world, layout, tmp_path):
     world.run(equal_to_collectives, layout, str(tmp_path), ranks=layout.world)
+
+
+def hidden_rows(seat, folder: str) -> None:
+    """Own rows multiplied while others' come by copies, block after block: what one process gives, and its bytes."""
+    comm = copying(seat, Layout(sp=seat.world), folder)
+    for rows in (37, 5):
+        plan = plan_of(comm.layout, rows, ExchangePlan("hidden", 2, **COPY))
+        share, moves = plan.shares[seat.rank], comm.exchange(plan)
+        comm.counted.update(dict.fromkeys(LABELS, 0))
+        for whole in (Whole(rows, seed=seed) for seed in range(4)):
+            heads, width = slice(*share.projected_heads), whole.x_SC.shape[1]
+            weight = whole.qkv_3HDC[:, heads].flatten(0, 2)
+            product = late(seat.rank, lambda x, out, weight=weight: torch.mm(x, weight.T, out=out))
+            qkv = moves.project(whole.x_SC[slice(*share.rows)], len(weight), product)
+            torch.testing.assert_close(qkv, whole.x_SC @ weight.T, rtol=1e-5, atol=1e-5)
+            moves.attend(*qkv.unflatten(1, (3, -1, DIMS.head_dim)).unbind(1), late(seat.rank, attention))
+        sent = plan.chunk * width * 4 * (seat.world - 1)
+        assert comm.counted["hidden.gather"] == 4 * sent, "padding of short ranks is sent too"
+
+
+def test_hidden_rows_come_by_copies_while_own_ones_are_multiplied(world, tmp_path):
+    world.run(hidden_rows, str(tmp_path), ranks=3)
 
 
 def backs_alone(seat, folder: str) -> None:
@@ -204,13 +226,15 @@ def test_multicast_is_forbidden_and_who_asks_for_it_gets_no_copies():
 @pytest.mark.parametrize("layout", [Layout(sp=2), Layout(sp=5), Layout(sp=2, tp=3), Layout(sp=7)], ids=str)
 def test_slots_hold_the_most_that_any_rank_gets(layout):
     for rows, way in ((rows, way) for rows in (5, 37, 1000) for way in WAYS):
-        plan, most = plan_of(layout, rows, way), {"heads.to": 0, "heads.from": 0}
+        plan, most = plan_of(layout, rows, way), {"heads.to": 0, "heads.from": 0, "hidden.gather": 0}
         size = 4 if way.codec == "none" else 1
         for share in plan.shares:
             parts = head_moves(plan, share)._parts
             most["heads.to"] = max(most["heads.to"], *(size * sum(part.there.into) for part in parts))
             most["heads.from"] = max(most["heads.from"], *(size * sum(part.back.into) for part in parts))
         rings = slots_of(plan)
+        if way.variant == "hidden" and layout.tp == 1:
+            most["hidden.gather"] = plan.chunk * layout.sp * plan.dims.hidden * 4
         for label, ring in rings.items():
             assert ring.size == -(-most[label] // 1024) * 1024, (layout, rows, way, label)
         assert rings["heads.from"].start == rings["heads.to"].stop

@@ -42,7 +42,8 @@ def world():
 
 
 def plan_of(layout: Layout, rows: int, exchange: ExchangePlan, dtype: str = "float32") -> Plan:
-    clip = SimpleNamespace(audio_rows=0, video_rows=rows - 1, width=32, height=32)
+    cut = {"latent_t": 2, "latent_h": 2, "latent_w": 2}
+    clip = SimpleNamespace(audio_rows=0, video_rows=rows - 1, width=32, height=32, **cut)
     asked = SimpleNamespace(geometry=clip, notes=())
     options = {"dtype": dtype, "attention": "sdpa", "steps": 1, "exchange": exchange}
     return make_plan(asked, replace(DIMS, layers=1), 1, layout, **options)

@@ -1,8 +1,8 @@
-"""All-to-alls by copies from memory to memory: each rank writes its pieces to where its peers want them.
+"""Moves by copies from memory to memory: each rank writes its pieces to where its peers want them.
 
-It takes the place of the collectives that move heads. No copy is made on either side beside those between ranks: what
-is sent is read where it lies, and what came is used where it arrived, in a slot of the receiver's memory. How a slot
-comes to be free is told in `plan/slots.py`.
+It takes the place of the collectives that move heads, and of the gather of hidden rows. No copy is made on either side
+beside those between ranks: what is sent is read where it lies, and what came is used where it arrived, in a slot of the
+receiver's memory. How a slot comes to be free is told in `plan/slots.py`.
 """
 
 from collections import Counter
@@ -49,6 +49,20 @@ class Slots:
         wait = self._memory.copy(list(self._pairs(start, x.view(torch.uint8), size, pieces)))
         return self._memory.buffers[self._index][start : start + count].view(x.dtype), wait
 
+    def holds(self, label: str) -> bool:
+        """Whether there are slots for it."""
+        return label in self._rings and self._rings[label].size > 0
+
+    def spread(self, label: str, x: Tensor) -> tuple[Tensor, Callable[[], None]]:
+        """Begins to send flat `x` to every other rank; gives where theirs are coming, end to end, and what waits."""
+        ring, data = self._rings[label], x.view(torch.uint8)
+        buffers, count = self._memory.buffers, data.numel()
+        assert ring.slots == 1 and count * len(buffers) <= ring.size, (label, count, ring)
+        at = ring.start + self._index * count
+        others = ((self._index + 1 + turn) % len(buffers) for turn in range(len(buffers) - 1))
+        wait = self._memory.copy([(buffers[peer][at : at + count], data) for peer in others])
+        return buffers[self._index][ring.start : ring.start + count * len(buffers)].view(x.dtype), wait
+
     def _pairs(self, start: int, data: Tensor, size: int, pieces: Pieces) -> Iterator[Pair]:
         """Every piece and its place; each rank begins with the next one, so that no two write to the same at first."""
         begins = [0, *accumulate(pieces.out)]
@@ -81,6 +95,19 @@ class Copying(Wire):
         def finish() -> Tensor:
             wait()
             return came
+
+        return finish
+
+    def gather_others_later(self, label: str, x: Tensor) -> Callable[[], Tensor]:
+        """See `Wire`."""
+        if not self._slots.holds(label):
+            return super().gather_others_later(label, x)
+        self._begin(label, x.nbytes * (self.group.size - 1))
+        came, wait = self._slots.spread(label, x.contiguous().flatten())
+
+        def finish() -> Tensor:
+            wait()
+            return came.view(self.group.size * x.shape[0], *x.shape[1:])
 
         return finish
 

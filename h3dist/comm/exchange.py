@@ -27,6 +27,7 @@ class RankExchange:
     def __init__(self, plan: Plan, rank: int, tp: Wire | None, sp: Wire | None, everyone: Wire | None) -> None:
         share = plan.shares[rank]
         self._tp, self._everyone = tp, everyone
+        self._hidden_wire = sp if plan.layout.tp == 1 else everyone  # the same ranks: heads may go by copies
         self._rows, self._chunk = plan.rows, plan.chunk
         self._mine, self._own, self._group = share.rows, length(share.rows), length(share.group_rows)
         self._piece = min(plan.chunk, self._group)  # rows of an even piece: those of the tp group's first rank
@@ -50,8 +51,8 @@ class RankExchange:
             out_pN = x_pC.new_empty(x_pC.shape[0], width)
             product(x_pC, out_pN)
             return out_pN
-        assert self._everyone is not None
-        came = self._everyone.all_gather_later("hidden.gather", _pad_rows(x_sC, self._chunk))
+        assert self._hidden_wire is not None
+        came = self._hidden_wire.gather_others_later("hidden.gather", _pad_rows(x_sC, self._chunk))
         start, stop = self._mine
         out_SN = x_sC.new_empty(self._rows, width)
         product(x_sC, out_SN[start:stop])

@@ -56,8 +56,8 @@ class Wire(ABC):
         self._begin(label, x.nbytes * (self.group.size - 1))
         return self._gather(label, x.contiguous())
 
-    def all_gather_later(self, label: str, x: Tensor) -> Callable[[], Tensor]:
-        """As `all_gather`, but begun only, as `all_to_all_later` without `hold`."""
+    def gather_others_later(self, label: str, x: Tensor) -> Callable[[], Tensor]:
+        """As `all_gather`, but begun only, as `all_to_all_later` without `hold`; own rows need not be in it."""
         self._begin(label, x.nbytes * (self.group.size - 1))
         return self._start_gather(label, x.contiguous())
 

@@ -1,4 +1,4 @@
-"""Where heads arrive when GPUs copy them to each other: slots in every rank's memory, a ring of them for each way.
+"""Where heads and hidden rows arrive when GPUs copy them to each other: slots in every rank's memory, a ring a way.
 
 All ranks have the same slots, as large as the most that any rank gets at a time. A rank writes into its peers' slots
 without asking. That is safe because each exchange ends with a meeting of all ranks, and a rank comes to it only after
@@ -6,6 +6,7 @@ what its device was given before: so whoever has met the others in one exchange 
 used up before they began that one. q, k and v of a group are attended to before its output leaves, and the group after
 the next one comes after that: two slots do, one where nothing comes meanwhile. An output is taken to its rows once the
 next one has left, and with hidden rows nothing else moves between: three slots do, two where there is one group.
+Hidden rows are multiplied before attention begins, and an output leaves before the next block's come: one slot does.
 """
 
 from dataclasses import dataclass
@@ -44,7 +45,7 @@ def slots(work: Work) -> dict[str, Ring]:
     if work.layout.sp == 1:
         return {}
     groups, start, rings = work.exchange.groups, 0, {}
-    numbers = {"heads.to": 0 if work.hidden else min(groups, 2), "heads.from": min(groups + 1, 3)}
+    numbers = {"heads.to": 0 if work.hidden else min(groups, 2), "heads.from": min(groups + 1, 3), "hidden.gather": 1}
     for label, size in _largest(work).items():
         rings[label] = Ring(start, -(-size // SLOT_BYTES) * SLOT_BYTES, numbers[label])
         start = rings[label].stop
@@ -65,4 +66,10 @@ def _largest(work: Work) -> dict[str, int]:
         heads = [stop - start for start, stop in spans]
         first = [-(-count // min(exchange.groups, max(heads))) for count in heads]
         to, back = max(to, 3 * max(first) * sum(one_head)), max(back, sum(first) * max(one_head))
-    return {"heads.to": to, "heads.from": back}
+    return {"heads.to": to, "heads.from": back, "hidden.gather": _hidden_bytes(work)}
+
+
+def _hidden_bytes(work: Work) -> int:
+    """Of all ranks' rows, in even pieces; 0 where they do not come by copies: over tp, or packed."""
+    copied = work.hidden and work.layout.tp == 1 and work.exchange.rows == "plain"
+    return work.chunk * work.layout.ranks * work.dims.hidden * work.element if copied else 0
