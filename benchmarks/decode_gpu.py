@@ -71,10 +71,11 @@ def main(words: list[str] | None = None) -> int:
     print(f"{shape} on {made(device)}, ready after {time.monotonic() - BEGUN:.0f} s", flush=True)
     stacked = stack(vae, latents, args.tiles)
     kernels = {} if args.whole or device.type == "cpu" else profiles(vae, stacked)
-    rows = list(shown(measured(vae, settings, latents, stacked, args)))
-    if args.json:
-        told = {"shape": shape, "tiny": args.tiny, "rows": [asdict(row) for row in rows], "kernels": kernels}
-        args.json.write_text(json.dumps(told | made(device), indent=1) + "\n")
+    told = {"shape": shape, "tiny": args.tiny, **made(device), "rows": [], "kernels": kernels}
+    for row in shown(measured(vae, settings, latents, stacked, args)):
+        told["rows"].append(asdict(row))
+        if args.json:  # again with every row: a time limit leaves what is there
+            args.json.write_text(json.dumps(told, indent=1) + "\n")
     return 0
 
 
