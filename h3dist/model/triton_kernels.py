@@ -17,7 +17,8 @@ from torch import Tensor
 from h3dist.model.elementwise import NORM_EPS
 
 COLUMNS = 1024  # of one program of the kernels that need no whole row
-HEADS = 32  # at most, of one program
+HEADS = 32  # of one program, of some rows
+ROWS, BYTES = 4, 512  # of a weight's codes, of one program
 TILE_ROWS, TILE_BLOCKS, BLOCK = tl.constexpr(128), tl.constexpr(4), tl.constexpr(16)  # NVFP4: how scales lie
 
 
@@ -58,15 +59,16 @@ def _add(x, y, gates, pairs, C, gates_row, WIDTH: tl.constexpr):
 
 @triton.jit
 def _turn(
-    x, out, norm, cos, sin, heads, x_row, out_row, eps,
+    x, out, norm, cos, sin, rows, x_row, out_row, eps,
     D: tl.constexpr, A: tl.constexpr, TURN: tl.constexpr,
-    HEADS: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr,
+    ROWS: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr,
 ):  # fmt: skip
-    """Some heads of a row. Whoever writes an element has read it, and the one that it turns with: `out` may be `x`."""
-    row = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]
+    """Some heads of some rows. Who writes an element has read it, and the one that it turns with: `out` may be `x`."""
+    index = tl.arange(0, ROWS * HEADS)[:, None]
+    row = tl.program_id(0).to(tl.int64) * ROWS + index // HEADS
+    head = tl.program_id(1) * HEADS + index % HEADS
     half, rest = tl.arange(0, HALF)[None, :], 2 * A + tl.arange(0, REST)[None, :]
-    turns, stays = (head < heads) & (half < A), (head < heads) & (rest < D)
+    turns, stays = (row < rows) & (half < A), (row < rows) & (rest < D)
     x += row * x_row + head * D
     out += row * out_row + head * D
     first = tl.load(x + half, mask=turns, other=0.0)
@@ -79,8 +81,8 @@ def _turn(
         a *= scale * tl.load(norm + half, mask=half < A, other=0.0).to(tl.float32)
         b *= scale * tl.load(norm + A + half, mask=half < A, other=0.0).to(tl.float32)
         c *= scale * tl.load(norm + rest, mask=rest < D, other=0.0).to(tl.float32)
-        cosine = tl.load(cos + row * A + half, mask=half < A, other=0.0).to(tl.float32)
-        sine = tl.load(sin + row * A + half, mask=half < A, other=0.0).to(tl.float32)
+        cosine = tl.load(cos + row * A + half, mask=turns, other=0.0).to(tl.float32)
+        sine = tl.load(sin + row * A + half, mask=turns, other=0.0).to(tl.float32)
         first = (a * cosine - b * sine).to(out.dtype.element_ty)
         second = (b * cosine + a * sine).to(out.dtype.element_ty)
         third = c.to(out.dtype.element_ty)
@@ -116,16 +118,20 @@ def _rows_to_fp8(x, codes, scales, K, x_row, WIDTH: tl.constexpr):
 
 
 @triton.jit
-def _dequantise(codes, scales, global_scale, out, K, packed, tiles, WIDTH: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
-    inside = column < K
-    byte = tl.load(codes + row * packed + column // 2, mask=inside, other=0).to(tl.int32)
-    code = tl.where(column % 2 == 0, byte >> 4, byte & 15)  # the even column is the high nibble
+def _e2m1(code):
     exponent, mantissa = (code >> 1) & 3, code & 1
     bits = tl.where(exponent > 0, ((exponent + 126) << 23) | (mantissa << 22), mantissa * 0x3F000000)  # 0x3F000000: 0.5
-    value = (bits | ((code >> 3) << 31)).to(tl.float32, bitcast=True)
-    block, place = column // BLOCK, row % TILE_ROWS
+    return (bits | ((code >> 3) << 31)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _dequantise(codes, scales, global_scale, out, N, K, packed, tiles, ROWS: tl.constexpr, WIDTH: tl.constexpr):
+    """Some rows of WIDTH bytes, which are twice as many columns: the even one is the high nibble."""
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+    byte = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)[None, :]
+    inside = (row < N) & (byte < packed)
+    pair = tl.load(codes + row * packed + byte, mask=inside, other=0).to(tl.int32)
+    block, place = byte // (BLOCK // 2), row % TILE_ROWS
     tile = row // TILE_ROWS * tiles + block // TILE_BLOCKS
     where = (tile * 32 + place % 32) * 16 + place // 32 * 4 + block % TILE_BLOCKS
     e4m3 = tl.load(scales + where, mask=inside, other=0).to(tl.int32)
@@ -133,7 +139,9 @@ def _dequantise(codes, scales, global_scale, out, K, packed, tiles, WIDTH: tl.co
     normal = (((exponent + 120) << 23) | (mantissa << 20)).to(tl.float32, bitcast=True)
     scale = tl.where(exponent > 0, normal, mantissa.to(tl.float32) * 0.001953125)  # 2^-9
     scale = tl.where(e4m3 >= 128, -scale, scale) * tl.load(global_scale)
-    tl.store(out + row * K + column, (value * scale).to(out.dtype.element_ty), mask=inside)
+    values = tl.interleave(_e2m1(pair >> 4) * scale, _e2m1(pair & 15) * scale)
+    column = tl.program_id(1) * 2 * WIDTH + tl.arange(0, 2 * WIDTH)[None, :]
+    tl.store(out + row * K + column, values.to(out.dtype.element_ty), mask=(row < N) & (column < K))
 
 
 def modulate(x_sC: Tensor, norm_C: Tensor, table_RnC: Tensor, pairs_s: Tensor) -> Tensor:
@@ -184,11 +192,12 @@ def _lay(x_pjD: Tensor, out_pjD: Tensor, norm_D: Tensor, cos_pA: Tensor, sin_pA:
     assert x_pjD.stride()[1:] == out_pjD.stride()[1:] == (D, 1), (x_pjD.stride(), out_pjD.stride())
     if not x_pjD.numel():
         return
-    count = min(HEADS, triton.next_power_of_2(j))
-    sizes = {"HALF": triton.next_power_of_2(A), "REST": triton.next_power_of_2(max(1, D - 2 * A)), "HEADS": count}
+    count = min(HEADS, j & -j)  # the largest power of two that divides j: no head is beyond
+    sizes = {"HALF": triton.next_power_of_2(A), "REST": triton.next_power_of_2(max(1, D - 2 * A))}
+    sizes |= {"ROWS": HEADS // count, "HEADS": count}
     strides = x_pjD.stride(0), out_pjD.stride(0)
-    _turn[(p, triton.cdiv(j, count))](
-        x_pjD, out_pjD, norm_D, cos_pA, sin_pA, j, *strides, NORM_EPS, D=D, A=A, TURN=turns, **sizes
+    _turn[(triton.cdiv(p, HEADS // count), j // count)](
+        x_pjD, out_pjD, norm_D, cos_pA, sin_pA, p, *strides, NORM_EPS, D=D, A=A, TURN=turns, **sizes
     )
 
 
@@ -218,6 +227,5 @@ def dequantise(codes: Tensor, scales: Tensor, global_scale: Tensor, out_NK: Tens
     N, K = out_NK.shape
     tiles = scales.numel() // (-(-codes.shape[0] // 128) * 512)
     if N and K:
-        _dequantise[(N, triton.cdiv(K, COLUMNS))](
-            codes, scales, global_scale, out_NK, K, codes.shape[1], tiles, WIDTH=COLUMNS
-        )
+        grid = triton.cdiv(N, ROWS), triton.cdiv(K, 2 * BYTES)
+        _dequantise[grid](codes, scales, global_scale, out_NK, N, K, codes.shape[1], tiles, ROWS=ROWS, WIDTH=BYTES)
