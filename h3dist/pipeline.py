@@ -60,6 +60,7 @@ from h3dist.text.together import encode_together, encoder_for
 from h3dist.text.tokenizer import load_tokenizer, tokenize
 from h3dist.text.vision import Vision, look
 from h3dist.topology import Ranks, visible_devices
+from h3dist.vae.forms import forms_for
 
 
 def run(config: Config, job: Mapping[str, Any] | None, ranks: Ranks) -> None:
@@ -186,7 +187,9 @@ def prepare(site: Site, started: Started) -> Prepared:
     attention = agree_on_attention(site.comm, plan.attention, task_of(plan, site.ranks.rank, site.device))
     with site.stage("encode"):
         elementwise = choose_elementwise(site.config.runtime.fused, site.device)
-        choose_linear(lowest_capability(site.device), Alone(), dtype, plan.gemm)  # what it lacks is said by now
+        choose_linear(lowest_capability(site.device), Alone(), dtype, plan.gemm)
+        if plan.decode.fast:
+            forms_for(site.device)  # what any of these lacks is said by now
         states_Lt, rows_LC, kept = encode(site, started)
         share = plan.shares[site.ranks.rank]
         kept_as = {"gemm": plan.gemm, "offload": plan.stored.resident_blocks is not None}
