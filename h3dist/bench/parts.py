@@ -7,8 +7,9 @@ f feed-forward columns held; M rows, K inputs, N outputs of a product.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -78,8 +79,7 @@ def products(bench: Bench) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, (N, K) in linear_shapes(bench.plan.dims, *held).items():
         x_MK, weight_NK = bench.normal(bench.group, K), bench.normal(N, K)
-        timing = bench.clock.time(lambda x=x_MK, w=weight_NK: F.linear(x, w))
-        found[name] = _rated(timing.as_dict(), 2.0 * bench.group * N * K)
+        found[name] = _rated(_both(bench, partial(F.linear, x_MK, weight_NK)), 2.0 * bench.group * N * K)
     return found | {"all": _sum(found, product_flops(bench.plan, bench.share) / bench.plan.dims.layers)}
 
 
@@ -114,9 +114,9 @@ def attention(bench: Bench, backend: Backend) -> dict[str, Any]:
     shape = (bench.plan.rows, bench.task.heads, bench.task.head_dim)
     q_ShD, k_ShD, v_ShD = (bench.normal(*shape) for _ in range(3))
     _, finding = compare(call, q_ShD, k_ShD, v_ShD, backend.bound or float("inf"))
-    timing = bench.clock.time(lambda: call(q_ShD, k_ShD, v_ShD))
+    timing = _both(bench, partial(call, q_ShD, k_ShD, v_ShD))
     told = {"exact": backend.exact, "kernel": found, "error": finding.error, "wrong": finding.wrong}
-    return _rated(timing.as_dict(), attention_flops(bench.plan, bench.share) / bench.plan.dims.layers) | told
+    return _rated(timing, attention_flops(bench.plan, bench.share) / bench.plan.dims.layers) | told
 
 
 def dequantise(bench: Bench) -> dict[str, Any]:
@@ -231,6 +231,12 @@ def exchange(bench: Bench) -> dict[str, Any]:
     return found
 
 
+def _both(bench: Bench, work: Callable[[], object]) -> dict[str, Any]:
+    """Alone in short bursts, and in a device that has been busy with it."""
+    timing = bench.clock.time(work)
+    return timing.as_dict(steady=bench.clock.steady(work, timing.median))
+
+
 def _linears(block: BlockWeights) -> Iterator[tuple[str, Weight]]:
     for name, field in LINEAR_FIELDS.items():
         yield name, getattr(block, field)
@@ -245,5 +251,9 @@ def _moved(timing: dict[str, Any], count: float) -> dict[str, Any]:
 
 
 def _sum(found: dict[str, Any], flops: float) -> dict[str, Any]:
-    seconds = sum(part["seconds"] for part in found.values())
-    return {"seconds": seconds, "flop": flops, "flop_per_second": flops / seconds}
+    told = {key: sum(part[key] for part in found.values()) for key in ("seconds", "steady") if _all_have(found, key)}
+    return told | {"flop": flops, "flop_per_second": flops / told["seconds"]}
+
+
+def _all_have(found: dict[str, Any], key: str) -> bool:
+    return all(key in part for part in found.values())

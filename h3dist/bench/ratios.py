@@ -1,4 +1,8 @@
-"""What the figures of one shape say together: a step against its floor, against diffusers', and what explains it."""
+"""What the figures of one shape say together: a step against its floor, against diffusers', and what explains it.
+
+The floor is what the blocks' products and the fastest exact attention take alone: in short bursts, and, "steady", in a
+GPU that has been busy with them for as long as a step keeps it.
+"""
 
 from collections.abc import Mapping
 from typing import Any
@@ -19,8 +23,10 @@ def ratios(entry: Mapping[str, Any]) -> dict[str, Any]:
         floor = blocks * (products["all"]["seconds"] + exact[best])
         kind = "products_fp4" if "products_fp4" in found else "products"
         made |= {"floor_seconds": floor, "floor_attention": best, "floor_products": kind}
+        if "steady" in products["all"]:
+            made["steady_floor_seconds"] = blocks * (products["all"]["steady"] + found[f"attention.{best}"]["steady"])
         if "step" in found:
-            made["step_to_floor"] = found["step"]["seconds"] / floor
+            made |= _to_floors(found["step"]["seconds"], made)
     if "step" in found and "diffusers" in found:
         made["diffusers_to_step"] = found["diffusers"]["seconds"] / found["step"]["seconds"]
     if "step" in found and exact and products:
@@ -37,9 +43,14 @@ def varied(entry: Mapping[str, Any], made: Mapping[str, Any]) -> dict[str, Any]:
     told: dict[str, Any] = {}
     for name, variant in entry.get("variants", {}).items():
         told[name] = {label: other / variant["seconds"] for label, other in seconds.items()}
-        if "floor_seconds" in made:
-            told[name]["step_to_floor"] = variant["seconds"] / made["floor_seconds"]
+        told[name] |= _to_floors(variant["seconds"], made)
     return told
+
+
+def _to_floors(seconds: float, made: Mapping[str, Any]) -> dict[str, float]:
+    """A step over the floors that are known."""
+    floors = {"step_to_floor": "floor_seconds", "step_to_steady_floor": "steady_floor_seconds"}
+    return {label: seconds / made[name] for label, name in floors.items() if name in made}
 
 
 def _explained(entry: Mapping[str, Any]) -> float:

@@ -38,11 +38,12 @@ def _variants(entry: Mapping[str, Any]) -> Iterator[str]:
     if not entry.get("variants"):
         return
     yield ""
-    yield "| step | ms | x floor | diffusers x | plain x | error of the velocity | GB resident | GB at most |"
-    yield "| --- | --- | --- | --- | --- | --- | --- | --- |"
+    yield "| step | ms | x floor | x steady floor | diffusers x | plain x | velocity's error | GB resident | GB at most |"
+    yield "| --- | --- | --- | --- | --- | --- | --- | --- | --- |"
     for name, found in entry["variants"].items():
         told = entry["ratios"]["variants"][name]
-        numbers = [told.get(key) for key in ("step_to_floor", "diffusers_to_step", "plain_to_step")]
+        keys = "step_to_floor", "step_to_steady_floor", "diffusers_to_step", "plain_to_step"
+        numbers = [told.get(key) for key in keys]
         memory = [f"{found[key] / 1e9:.2f}" for key in ("resident_bytes", "peak_bytes")]
         error = "" if found["error"] is None else f"{found['error']:.2e}"
         cells = [_ms(found["seconds"]), *("" if value is None else f"{value:.3f}" for value in numbers), error, *memory]

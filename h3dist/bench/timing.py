@@ -5,11 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 from statistics import median
 
 import torch
 
 WARM = 2  # runs before those that count: allocations, plans, clocks
+BUSY = 0.5  # seconds of work after which a GPU's clocks are those of a long run
 
 
 @dataclass(frozen=True)
@@ -41,6 +43,22 @@ class Clock:
             work()
         once = self._by_events if self.device.type == "cuda" else _by_clock
         return Timing(tuple(once(work) for _ in range(self.repeats)))
+
+    def steady(self, work: Callable[[], object], seconds: float) -> float:
+        """Median seconds of `work`, which takes about `seconds`, in a device that has been at it for BUSY seconds and
+        never waits: a step's own state, in which power keeps clocks lower than in a short burst.
+        """
+        if self.device.type != "cuda":
+            return seconds
+        for _ in range(int(BUSY / seconds) + 1):
+            work()
+        marks = [torch.cuda.Event(enable_timing=True) for _ in range(self.repeats + 1)]
+        marks[0].record()
+        for mark in marks[1:]:
+            work()
+            mark.record()
+        self.settle()
+        return median(before.elapsed_time(after) / 1000 for before, after in pairwise(marks))
 
     def host_time(self, work: Callable[[], object], warm: int = WARM) -> Timing:
         """Seconds that the host takes to start `work`, with nothing before it in the device's queue."""

@@ -30,7 +30,7 @@ from h3dist.comm.peers import forbid_multicast
 from h3dist.comm.pieces import Pieces
 from h3dist.comm.rounding import Rounding
 from h3dist.comm.transport import Transport
-from h3dist.comm.wire import BACKSTOP, GlooWire, Group, NcclWire, Wire, in_short
+from h3dist.comm.wire import BACKSTOP, GlooWire, Group, NcclWire, Wire, in_short, nccl_options
 from h3dist.errors import ConfigError, RankError, nearest
 from h3dist.plan import DECODE_LABELS, ENCODE_LABELS, LABELS, Layout, Plan
 from h3dist.topology import Ranks
@@ -112,6 +112,9 @@ class Comm:
                     made[ranks] = self._wire(name, ranks, backend, timeout)
                 if self.rank in ranks:
                     self._tensors[name] = made.get(ranks)
+        for wire in self._wires():
+            if isinstance(wire, NcclWire):
+                wire.warm_up()
 
     def _groups(self) -> tuple[tuple[str, tuple[tuple[int, ...], ...]], ...]:
         layout = self.layout
@@ -119,7 +122,9 @@ class Comm:
 
     def _wire(self, name: str, ranks: tuple[int, ...], backend: str, timeout: float) -> Wire | None:
         """A tensor wire between `ranks`; None, once the group exists, for a rank that is not among them."""
-        handle = dist.new_group(list(ranks), timeout=_late(timeout), backend=backend, group_desc=f"h3dist {name}")
+        options = nccl_options() if backend == "nccl" else None
+        told = {"backend": backend, "pg_options": options, "group_desc": f"h3dist {name}"}
+        handle = dist.new_group(list(ranks), timeout=_late(timeout), **told)
         if self.rank not in ranks:
             return None
         group = Group(name, ranks, ranks.index(self.rank), handle, self._board, timeout)

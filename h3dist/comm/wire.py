@@ -220,6 +220,15 @@ class NcclWire(Wire):
     is longer.
     """
 
+    def warm_up(self) -> None:
+        """Connects the devices, which NCCL does at the first use: a rank that fails before it would leave its peers there.
+
+        All ranks call it.
+        """
+        self.group.board.begin(self.group.name, "start")
+        self._run("start", dist.all_reduce, torch.zeros(1, device="cuda"))
+        self.settle("start")
+
     def settle(self, label: str) -> None:
         """Waits on the host until the device has done all that was begun."""
         event = torch.cuda.Event()
@@ -290,6 +299,15 @@ class NcclWire(Wire):
             return collective(*arguments, group=self.group.handle)
         except (dist.DistBackendError, dist.DistNetworkError) as error:
             raise self._lost(label, in_short(error)) from None
+
+
+def nccl_options() -> Any:
+    """Of NCCL's groups: on a stream that comes first wherever a multiprocessor is free, or it would wait for the last
+    wave of what it is to run beside.
+    """
+    options = dist.ProcessGroupNCCL.Options()
+    options.is_high_priority_stream = True
+    return options
 
 
 def _to_bytes(x: Tensor) -> Tensor:
