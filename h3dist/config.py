@@ -52,7 +52,7 @@ class RuntimeConfig:
     allow_untrained: bool = False  # clips over 362 frames, prompts over 7000 characters
     gemm: str = "auto"  # dense, nvfp4, fp8 or int8 products; auto: nvfp4 on GPUs that have it, else dense
     offload: str = "none"  # blocks: they wait in the host's memory, two at a time on the device; CUDA only
-    fused: str = "off"  # on: fewer passes over memory between products, weights made dense ahead; CUDA only
+    fused: str = "auto"  # fewer passes over memory between products, weights made dense ahead: on CUDA with triton
 
 
 @dataclass
@@ -173,7 +173,7 @@ CHOICES: Mapping[str, tuple[str, ...]] = {
     "runtime.dtype": ("auto", "float32", "bfloat16"),
     "runtime.backend": ("auto", "nccl", "gloo"),
     "runtime.gemm": ("auto", "dense", "nvfp4", "fp8", "int8"),
-    "runtime.fused": ("off", "on"),
+    "runtime.fused": ("auto", "off", "on"),
     "runtime.offload": ("none", "blocks"),
     "parallel.mode": ("auto", "single", "ulysses", "tensor", "hybrid"),
     "exchange.variant": ("auto", "heads", "hidden"),

@@ -30,11 +30,12 @@ from h3dist.config import Config
 from h3dist.decoding import Clean, assist, decode_alone, decode_together, vaes_for
 from h3dist.deliver import deliver, delivery
 from h3dist.encoding import MediaWork, assist_media, encode_media
+from h3dist.fusing import agree_on_elementwise
 from h3dist.intake import read_request
 from h3dist.material import read_material
 from h3dist.model.denoiser import Denoiser
+from h3dist.model.elementwise import PLAIN
 from h3dist.model.exchange import Alone
-from h3dist.model.fused import choose_elementwise
 from h3dist.model.linear import choose_linear, linear_of_run
 from h3dist.model.modulation import tables
 from h3dist.model.packed import packing
@@ -186,7 +187,7 @@ def prepare(site: Site, started: Started) -> Prepared:
     plan, dtype = started.plan, getattr(torch, compute_dtype(site.config, site.device.type))
     attention = agree_on_attention(site.comm, plan.attention, task_of(plan, site.ranks.rank, site.device))
     with site.stage("encode"):
-        elementwise = choose_elementwise(site.config.runtime.fused, site.device)
+        elementwise = agree_on_elementwise(site.comm, site.config.runtime.fused, site.device)
         choose_linear(lowest_capability(site.device), Alone(), dtype, plan.gemm)
         if plan.decode.fast:
             forms_for(site.device)  # what any of these lacks is said by now
@@ -306,7 +307,7 @@ def denoiser(site: Site, packed: Packed, attention: Attention) -> Denoiser:
         exchange,
         attention,
         prepared.rows_LC,
-        packing(linear_of_run(plan, weights, capability, exchange, ahead=site.config.runtime.fused == "on"), plan),
+        packing(linear_of_run(plan, weights, capability, exchange, ahead=prepared.elementwise is not PLAIN), plan),
         prepared.kept,
         prepared.elementwise,
     )

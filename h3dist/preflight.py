@@ -168,7 +168,7 @@ def compute_dtype(config: Config, device: str) -> str:
 def check_cuda(config: Config, device: str) -> None:
     """Raises `ConfigError` for what is made for CUDA alone: the fused path, and blocks in the host's memory."""
     for key, asked, off in (
-        ("fused", config.runtime.fused == "on", "off"),
+        ("fused", config.runtime.fused == "on", "auto"),
         ("offload", config.runtime.offload == "blocks", "none"),
     ):
         if asked and device != "cuda":

@@ -15,7 +15,8 @@ LAYERS = [
     {"plan"},
     {"comm", "attention"},
     {"model", "sampling", "text", "vae", "media", "saved", "compare"},
-    {"preflight", "planner", "relief", "intake", "material", "job", "site", "progress", "sidecar", "attending"},
+    {"preflight", "planner", "relief", "intake", "material", "job", "site", "progress", "sidecar"}
+    | {"attending", "fusing"},
     {"deliver", "decoding", "encoding", "records", "conditioning", "tiny"},
     {"pipeline"},
     {"workers", "processes", "torchrun"},

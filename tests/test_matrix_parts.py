@@ -324,7 +324,6 @@ def test_scaling_is_the_default_and_its_runs_take_the_rest():
         ("model.denoiser=x", "denoise_only=false does"),
         ("request.first_frame=x.png", "denoise_only=false does"),
         ("runtime.gemm=fp8", "denoise_only=false does"),
-        ("runtime.fused=on", "denoise_only=false does"),
         ("runtime.offload=blocks", "denoise_only=false does"),
         ("decode=parallel", "denoise_only=false does"),
     ],

@@ -12,13 +12,15 @@ import torch
 import torch.nn.functional as F
 from fp4 import nvfp4
 from torch import Tensor
+from world import World
 
 from h3dist.bench.spec import Spec
 from h3dist.bench.steps import denoiser_of, random_weights, velocity
 from h3dist.checkpoint.formats import PlainWeight
 from h3dist.comm import Comm
-from h3dist.errors import MissingDependency
+from h3dist.errors import ConfigError, MissingDependency
 from h3dist.fp8 import to_rows_of_fp8
+from h3dist.fusing import agree_on_elementwise
 from h3dist.model import fused
 from h3dist.model.ahead import AheadLinear, all_dense, plain_fill, triton_fill
 from h3dist.model.dense import dense_linear
@@ -245,3 +247,29 @@ def test_a_whole_step_is_that_of_the_plain_forms(device: str) -> None:
         denoiser.view = replace(view, elementwise=way, rotation=way.prepare(view.rotation))
         found = velocity(denoiser, plan)
     assert (found - plain).norm() / plain.norm() < (1e-5 if device == "cpu" else 1e-3)
+
+
+def one_lacks_triton(seat) -> tuple[bool, str]:
+    """Rank 1 says that triton is missing; the others say that they have all they need."""
+    from h3dist import fusing
+
+    comm, asked = seat.connect(Layout(sp=seat.world)), []
+    fusing.lacks = lambda device: "no triton here" if seat.rank == 1 and seat.world > 2 else None
+    fusing.choose_elementwise = lambda way, device: asked.append(way) or "fused"
+    taken = fusing.agree_on_elementwise(comm, "auto", torch.device("cpu"))
+    return taken is PLAIN, "".join(asked)
+
+
+def test_all_ranks_take_the_plain_forms_where_one_has_no_others() -> None:
+    with World(3) as world:
+        assert world.run(one_lacks_triton, ranks=3) == [(True, "")] * 3
+    with World(2) as world:
+        assert world.run(one_lacks_triton, ranks=2) == [(False, "on")] * 2
+
+
+def test_a_cpu_takes_the_plain_forms_and_says_why_it_cannot_take_others() -> None:
+    cpu = torch.device("cpu")
+    with Comm.connect(Ranks(), Layout(), cpu) as comm:
+        assert agree_on_elementwise(comm, "auto", cpu) is PLAIN and agree_on_elementwise(comm, "off", cpu) is PLAIN
+        with pytest.raises(ConfigError, match=r"runtime\.fused=on is for CUDA devices.*use runtime\.fused=auto"):
+            agree_on_elementwise(comm, "on", cpu)

@@ -60,9 +60,10 @@ def measure_steps(plan: Plan, comm: Comm, device: torch.device, *, seed: int = 0
     return run_steps(random_run(plan, comm, device, seed=seed), plan, comm, seed=seed)
 
 
-def random_run(plan: Plan, comm: Comm, device: torch.device, *, seed: int = 0) -> Denoiser:
+def random_run(plan: Plan, comm: Comm, device: torch.device, *, seed: int = 0, fused: bool = False) -> Denoiser:
     """This rank's denoiser on random weights, tied to its peers: what a run has when it begins to denoise."""
-    return denoiser_of(random_weights(plan, comm.rank, device, seed=seed), plan, comm, seed=seed)
+    weights = random_weights(plan, comm.rank, device, seed=seed)
+    return denoiser_of(weights, plan, comm, seed=seed, fused=fused, ahead=fused)
 
 
 def random_weights(plan: Plan, rank: int, device: torch.device, *, seed: int = 0) -> DenoiserWeights:

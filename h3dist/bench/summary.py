@@ -38,7 +38,7 @@ def _variants(entry: Mapping[str, Any]) -> Iterator[str]:
     if not entry.get("variants"):
         return
     yield ""
-    yield "| step | ms | x floor | x steady floor | diffusers x | plain x | velocity's error | GB resident | GB at most |"
+    yield "| step | ms | x floor | x steady floor | diffusers x | plain x | error | GB resident | GB at most |"
     yield "| --- | --- | --- | --- | --- | --- | --- | --- | --- |"
     for name, found in entry["variants"].items():
         told = entry["ratios"]["variants"][name]

@@ -221,7 +221,7 @@ class NcclWire(Wire):
     """
 
     def warm_up(self) -> None:
-        """Connects the devices, which NCCL does at the first use: a rank that fails before it would leave its peers there.
+        """Connects the devices, as NCCL does at the first use: a rank that fails before it would leave its peers there.
 
         All ranks call it.
         """

@@ -47,21 +47,26 @@ def work(told: Mapping[str, Any], ranks: Ranks) -> None:
     with Comm.connect(ranks, plan.layout, device, backend=runtime.backend, **how) as comm:
         comm.same("the plan", plan.digest)
         stages = {"start": time.perf_counter() - begun}
-        measured = measure(plan, comm, stages, status, told["spec"]["seed"])
+        measured = measure(plan, comm, stages, status, told["spec"]["seed"], runtime.fused)
         with comm.stage("report"):
             reports = comm.collect("reports", json.dumps(report(measured, stages, device)))
             if ranks.rank == 0:
                 leave(told, plan, measured, reports)
 
 
-def measure(plan: "Plan", comm: "Comm", stages: dict[str, float], status: StatusFile, seed: int) -> "Measured":
+def measure(
+    plan: "Plan", comm: "Comm", stages: dict[str, float], status: StatusFile, seed: int, fused: str
+) -> "Measured":
     """Load and run the plan's evaluations; `stages` gets the seconds of both. No rank steps before all have loaded."""
     from h3dist.bench.steps import random_run, run_steps
+    from h3dist.fusing import agree_on_elementwise
+    from h3dist.model.elementwise import PLAIN
 
     begun = time.perf_counter()
     status.enter("load")
     with comm.stage("load"):
-        denoiser = random_run(plan, comm, comm.device, seed=seed)
+        taken = agree_on_elementwise(comm, fused, comm.device) is not PLAIN
+        denoiser = random_run(plan, comm, comm.device, seed=seed, fused=taken)
     stages["load"] = time.perf_counter() - begun
     status.enter("denoise")
     with comm.stage("denoise"):

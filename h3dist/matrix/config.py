@@ -22,7 +22,7 @@ BY_CELLS = {  # what the cells decide, and the key that says it for all of them
     "request.frames": "shapes=[...]",
     "request.duration": "shapes=[...]",
 }
-OF_BOTH = ("request.steps", "request.seed")
+OF_BOTH = ("request.steps", "request.seed", "runtime.fused")
 WAYS = (  # how a clip is computed
     "runtime.gemm",
     "runtime.fused",

@@ -98,6 +98,7 @@ def random_settings(config: MatrixConfig, device: str) -> dict[str, Any]:
         "seed": config.request.seed,
         "dtype": compute_dtype(config, device),
         "device": device,
+        **({} if config.runtime.fused == "auto" else {"runtime.fused": config.runtime.fused}),
     }
 
 

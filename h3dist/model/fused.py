@@ -33,12 +33,23 @@ def angles(rotation: Rotation) -> Rotation:
     return Rotation(rotation.cos[:, 0].contiguous(), rotation.sin[:, 0].contiguous())
 
 
+def lacks(device: torch.device) -> str | None:
+    """Why the fused path cannot be on a device; None where it can."""
+    if device.type != "cuda":
+        return f"it is for CUDA devices, and this is {device.type}"
+    try:
+        load()
+    except MissingDependency as error:
+        return str(error)
+    return None
+
+
 def choose_elementwise(asked: str, device: torch.device) -> Elementwise:
     """The plain forms for `runtime.fused=off`, the fused path for on. Raises ConfigError, MissingDependency."""
     if asked == "off":
         return PLAIN
     if device.type != "cuda":
-        raise ConfigError(f"runtime.fused=on is for CUDA devices, and this is {device.type}; use runtime.fused=off")
+        raise ConfigError(f"runtime.fused=on is for CUDA devices, and this is {device.type}; use runtime.fused=auto")
     return load()
 
 
