@@ -113,8 +113,8 @@ class DecodeConfig:
     """Where latents become frames and sound."""
 
     mode: str = "auto"  # rank0: rank 0 alone; parallel: tile by tile on all ranks; auto: as the plan finds
-    fast: str = "off"  # on: the video VAE's decoder in fewer, larger steps; as near as float16 allows, other bits
-    batch: int | None = None  # tiles of a call at most; null: one, and seven where fast=on
+    fast: str = "auto"  # the video VAE's decoder in fewer, larger steps: on CUDA with triton; near as float16 allows
+    batch: int | None = None  # tiles of a call at most; null: one, and two of the fast decoder's
 
 
 @dataclass
@@ -186,7 +186,7 @@ CHOICES: Mapping[str, tuple[str, ...]] = {
     "encode.text": ("auto", "rank0", "tp"),
     "encode.conditions": ("rank0", "parallel"),
     "decode.mode": ("auto", "rank0", "parallel"),
-    "decode.fast": ("off", "on"),
+    "decode.fast": ("auto", "off", "on"),
 }
 POSITIVE = (
     "runtime.timeout",

@@ -25,6 +25,7 @@ from h3dist.geometry import AUDIO_CHANNELS, SOUND_CHANNELS, VIDEO_CHANNELS
 from h3dist.media import write_behind, write_mp4, write_wav
 from h3dist.outputs import Outputs, check_outputs, choose_outputs, claimed, refuse_inputs
 from h3dist.plan import Plan, ask_decode
+from h3dist.preflight import fast_decoder
 from h3dist.progress import Steps
 from h3dist.records import Denoised
 from h3dist.request import Resolved, parse_request, resolve
@@ -205,7 +206,7 @@ def _decoders(config: Config) -> list[str]:
     names = ("video_vae", "audio_vae", "video_vae_config", "audio_vae_config")
     said = {name: getattr(config.model, name) for name in names}
     device = [] if config.runtime.device == "auto" else [f"runtime.device={config.runtime.device}"]
-    device += ["decode.fast=on"] * (config.decode.fast == "on")
+    device += [] if config.decode.fast == "auto" else [f"decode.fast={config.decode.fast}"]
     device += [] if config.decode.batch is None else [f"decode.batch={config.decode.batch}"]
     return device + [as_override(f"model.{name}", os.path.abspath(path)) for name, path in said.items() if path]
 
@@ -228,7 +229,7 @@ def decode_file(config: Config, path: Path, output: Mapping[str, Any]) -> str:
     video_vae, audio_vae, _ = open_vaes(config.model)
     device = pick_device(config, Ranks())
     video, audio = (found[name].to(device) for name in ("video_latents", "audio_latents"))
-    how = ask_decode("rank0", device.type, config.decode.fast == "on", config.decode.batch, resolved.geometry)
+    how = ask_decode("rank0", device.type, fast_decoder(config, device.type), config.decode.batch, resolved.geometry)
     clean = Clean(video, audio, Vaes(video_vae, audio_vae), config.model, device, how.fast, how.batch)
     with claimed(outputs.targets().values()):
         deliver(config, outputs, Delivery(resolved, video, audio), partial(decode_alone, clean))

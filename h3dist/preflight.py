@@ -5,6 +5,7 @@ Opens the checkpoints' headers, counts the prompt's tokens, looks at the memory 
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -146,7 +147,7 @@ def plan_on(
         gemm=gemm,
         resident_blocks=OFFLOADED if config.runtime.offload == "blocks" else None,
         decode=config.decode.mode,
-        fast_decode=config.decode.fast == "on",
+        fast_decode=fast_decoder(config, device),
         decode_batch=config.decode.batch,
         device=device,
         **options,
@@ -163,6 +164,12 @@ def compute_dtype(config: Config, device: str) -> str:
     if config.runtime.dtype != "auto":
         return config.runtime.dtype
     return "bfloat16" if device == "cuda" else "float32"
+
+
+def fast_decoder(config: Config, device: str) -> bool:
+    """Whether the video VAE decodes in fewer steps: as asked, or by itself on CUDA where triton is installed."""
+    there = device == "cuda" and find_spec("triton") is not None
+    return there if config.decode.fast == "auto" else config.decode.fast == "on"
 
 
 def check_cuda(config: Config, device: str) -> None:

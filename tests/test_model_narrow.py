@@ -213,7 +213,7 @@ def test_on_a_gpu_products_are_those_of_the_plain_forms(gemm: str) -> None:
     found, defined, exact = product(x, weight), plain(x, weight), dense_linear(x.float(), stored)
     # comfy-kitchen rounds some activations to the code beside ours: as near to the exact product, not the same.
     assert relative(found, defined) < (5e-3 if gemm == "fp8" else 1e-2)
-    assert relative(found, exact) < 1.05 * relative(defined, exact)
+    assert relative(found, exact) < 1.1 * relative(defined, exact)
     empty = torch.empty(0, 128, device="cuda", dtype=torch.bfloat16)
     assert narrow_linear(gemm, cuda=True)(empty, weight).shape == (0, 256)
 

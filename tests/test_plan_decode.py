@@ -3,7 +3,6 @@
 import pytest
 
 from h3dist.plan import Layout, make_plan, released_dims
-from h3dist.plan import decode as plan_decode
 from h3dist.plan.plan import relayout
 from h3dist.request import Resolved
 from h3dist.tiles import even_batch
@@ -58,16 +57,18 @@ def test_calls_of_several_tiles_stay_whole_and_take_memory():
     options = {"dtype": "bfloat16", "attention": "sdpa", "steps": 12, "files": FILES, "fast_decode": True}
     for ranks in (1, 2, 3, 4, 7, 8):
         plan = make_plan(CLIP, released_dims(), 60, Layout(sp=ranks), decode="parallel", **options)
-        assert plan.decode.fast and plan.decode.batch == 7
-        assert all(tiles % 7 == 0 for tiles in plan.decode.tiles)
-        assert plan.decode.speedup >= 0.87 * ranks or ranks > 4
+        assert plan.decode.fast and plan.decode.batch == 2
+        assert all(tiles % 2 == 0 for tiles in plan.decode.tiles)
+        assert plan.decode.speedup >= 0.9 * ranks
     assert (
         "4 tiles a call, by the fast decoder"
         in make_plan(CLIP, released_dims(), 60, Layout(), decode_batch=4, **options).text()
     )
     alone = make_plan(CLIP, released_dims(), 60, Layout(sp=2), **options)
-    more = [fast["decode"] - plain["decode"] for fast, plain in zip(alone.memory, plan_of(2).memory, strict=True)]
-    assert more == [6 * ((1 << 28) + 2 * TILE), 0], "rank 0 alone decodes"
+    more = [
+        fast["decode"] - plain["decode"] for fast, plain in zip(alone.memory, plan_of(2, "rank0").memory, strict=True)
+    ]
+    assert more == [(1 << 28) + 2 * TILE, 0], "rank 0 alone decodes"
 
 
 @pytest.mark.parametrize(
@@ -85,7 +86,7 @@ def test_longer_clips_need_no_more_to_decode():
     assert [need["decode"] for need in long] == pytest.approx([need["decode"] for need in short], rel=0.02)
 
 
-def test_auto_gives_reasons_for_rank_0(monkeypatch):
+def test_auto_gives_reasons_for_rank_0():
     def why(*args, **options):
         plan = plan_of(*args, **options)
         assert not plan.decode.parallel
@@ -94,15 +95,12 @@ def test_auto_gives_reasons_for_rank_0(monkeypatch):
     assert "one rank" in why(1)
     assert "one tile" in why(2, clip=Resolved("t2va", "x", 64, 64, 5, 5, 7, 12, True))
     assert "share the processor" in why(2, device="cpu")
-    assert "not proved on GPUs yet" in why(2)
-    monkeypatch.setattr(plan_decode, "UNTRIED", "")
     small = {"text_encoder": GIB, "video_vae": 30 * GIB, "audio_vae": 30 * GIB}
     assert "more than any rank needs without" not in plan_of(8, files=FILES).decode.why
     assert "more than any rank needs without" in why(8, files=small | {"video_vae": 30 * GIB, "audio_vae": 0}, tp=8)
 
 
-def test_auto_spreads_where_memory_and_ranks_allow_once_that_is_proved(monkeypatch):
-    monkeypatch.setattr(plan_decode, "UNTRIED", "")
+def test_auto_spreads_where_memory_and_ranks_allow():
     for ranks in range(2, 9):
         plan = plan_of(ranks)
         assert plan.decode.parallel, plan.decode.why
@@ -123,5 +121,5 @@ def test_the_table_shows_who_decodes_and_why():
     text = plan_of(8, "parallel").text()
     assert "decode.tiles" in text and "decode.sound" in text
     assert "all ranks decode" in text and "as asked for" in text
-    assert "rank 0 decodes: " in plan_of(8).text()
+    assert "rank 0 decodes: " in plan_of(8, "rank0").text()
     assert max(map(len, text.splitlines())) <= 120

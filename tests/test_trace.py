@@ -281,7 +281,7 @@ def test_on_a_gpu_kernels_are_found_and_told_apart(tmp_path):
 def test_on_a_gpu_each_piece_is_packed_and_unpacked_by_few_kernels(tmp_path, way, least):
     """One each at the least; q, k and v may be packed by one each, and the output laid out by one."""
     out, gpu = tmp_path / "alone.json", ["--size", "small", "--device", "cuda", "--shape", "192x128x39"]
-    trace.main([*gpu, "--alone", "2", "--ways", way, "--json", str(out)])
+    trace.main([*gpu, "--fused", "--alone", "2", "--ways", way, "--json", str(out)])
     for row in json.loads(out.read_text())["alone"]:
         assert row["failed"] is None
         assert least <= sum(kernel["calls"] for kernel in row["kernels"]) <= 3 * least
