@@ -108,7 +108,7 @@ def test_recorded_machines_get_the_right_layout_with_reasons(fixture, request_):
     assert decision.choice.taken.seats == tuple(range(sp * tp)) and decision.visible is None
     why = "\n".join(reasons(decision.choice))
     assert all(word in why for word in words), why
-    decodes = "all ranks decode after" if layout.world > 1 else "decodes after"
+    decodes = "all ranks decode after" if decision.plan.decode.parallel else "decodes after"
     assert f"encodes the text before all denoise, and {decodes}" in why and "GiB of the denoiser" in why
     if sp > 1:
         assert "times one rank" in why and ("lost" in why or "is predicted faster" in why)
