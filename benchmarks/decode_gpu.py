@@ -121,7 +121,7 @@ def clips(vae: VideoVae, settings: dict[str, Any], latents: Tensor, repeats: int
             return theirs.decode(restored, return_dict=False)[0][0]
 
     quick = cache(lambda: replace(vae, fast=FastDecoder.of(vae.parts, vae.device)))  # a row of its own where it fails
-    batch = even_batch(cut_video(*latents.shape[2:]).tiles, CALL_TILES[True])
+    batch = even_batch(cut_video(*latents.shape[2:]).tiles, CALL_TILES)
     works = {
         "diffusers, autocast": lambda: of_diffusers(True),
         "diffusers, no autocast": lambda: of_diffusers(False),

@@ -62,6 +62,7 @@ def main() -> int:
     parser.add_argument("--times", type=Path)
     parser.add_argument("--counts", default="1,2")
     parser.add_argument("--batch", type=int, default=1, help="tiles of a call; --times then has one of them")
+    parser.add_argument("--fast", action="store_true", help="the schedule of the fast decoder")
     parser.add_argument("--repeats", type=int, default=REPEATS)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
@@ -143,21 +144,22 @@ def show_schedule(args: argparse.Namespace) -> int:
     clip = parse_shape(args.shape)
     times = json.loads(args.times.read_text()) if args.times else {"tile": 1.0, "chunk": 0.0, "sound": 0.0}
     extra = Extra(times["chunk"] / times["tile"], times["sound"] / times["tile"])
-    cuts, one = played(clip, 1, args.device, extra, args.batch)
+    how = args.device, extra, args.batch, args.fast
+    cuts, one = played(clip, 1, *how)
     print(
         f"{args.shape}: {len(cuts.chunks)} chunks of {tiles_of(cuts)} tiles; in tiles: a chunk {extra.chunk:.3f}, the "
         f"sound {extra.sound:.3f} ({times.get('device', 'unit costs')})\n"
     )
     print("| ranks | makespan, tiles | speed-up | of ideal |\n|---|---|---|---|")
-    gains = {ranks: one / played(clip, ranks, args.device, extra, args.batch)[1] for ranks in COUNTS}
+    gains = {ranks: one / played(clip, ranks, *how)[1] for ranks in COUNTS}
     for ranks, gain in gains.items():
         print(f"| {ranks} | {one / gain:.2f} | {gain:.2f} | {gain / ranks:.3f} |")
     return 0 if all(gain >= GOAL * ranks for ranks, gain in gains.items()) else 1
 
 
-def played(clip: Geometry, ranks: int, device: str, extra: Extra, batch: int) -> tuple[Cuts, float]:
+def played(clip: Geometry, ranks: int, device: str, extra: Extra, batch: int, fast: bool) -> tuple[Cuts, float]:
     """The makespan, in tiles; `batch` divides those of a chunk."""
-    cuts, schedule = schedule_decode(clip, ranks, device, batch)
+    cuts, schedule = schedule_decode(clip, ranks, device, batch, fast=fast)
     return cuts, makespan(schedule, [[1.0] * tiles_of(cuts)] * len(cuts.chunks), extra)
 
 

@@ -114,7 +114,7 @@ class DecodeConfig:
 
     mode: str = "auto"  # rank0: rank 0 alone; parallel: tile by tile on all ranks; auto: as the plan finds
     fast: str = "auto"  # the video VAE's decoder in fewer, larger steps: on CUDA with triton; near as float16 allows
-    batch: int | None = None  # tiles of a call at most; null: one, and two of the fast decoder's
+    batch: int | None = None  # tiles of a call at most; null: one
 
 
 @dataclass

@@ -324,9 +324,10 @@ def decode(site: Site, denoised: Denoised) -> None:
         return [RankReport(**json.loads(text)) for text in comm.collect("reports", mine)]
 
     with site.stage("decode"):
-        asked = plan.decode.fast, plan.decode.batch
-        clean = Clean(denoised.video, denoised.audio, vaes, site.config.model, site.device, *asked) if vaes else None
-        parts = schedule_decode(plan.geometry, plan.layout.ranks, site.device.type, plan.decode.batch)
+        fast, batch = plan.decode.fast, plan.decode.batch
+        vae = site.config.model, site.device, fast, batch
+        clean = Clean(denoised.video, denoised.audio, vaes, *vae) if vaes else None
+        parts = schedule_decode(plan.geometry, plan.layout.ranks, site.device.type, batch, fast=fast)
         if site.first:
             assert site.outputs is not None
             how = (

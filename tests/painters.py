@@ -166,7 +166,7 @@ def decode_on_gpus(seat: Any, shape: Shape, backend: str) -> Saw:
 
 def decode_over(comm: Comm, seat: Any, shape: Shape, troubles: dict[int, str], pause: float) -> Saw:
     plan = shape.plan(seat.world, device=comm.device.type)
-    parts = schedule_decode(plan.geometry, seat.world, comm.device.type, plan.decode.batch)
+    parts = schedule_decode(plan.geometry, seat.world, comm.device.type, plan.decode.batch, fast=plan.decode.fast)
     comm.counted.update(dict.fromkeys(DECODE_LABELS, 0))
     clean = painted(shape, seat.rank, troubles.get(seat.rank), str(comm.device))
     frames, sound, had = None, None, []

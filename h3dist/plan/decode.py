@@ -32,10 +32,11 @@ DECODE_LABELS = ("decode.tiles", "decode.sound")
 FLOAT = 4
 TILE_ELEMENT = {"cuda": 2, "cpu": 4}  # bytes: the decoder gives float16 on CUDA, float32 on the CPU
 TILE_WORK = 1 << 28  # bytes: the widest point of one decoder layer on the 1797 tokens of a tile
-CALL_TILES = {False: 1, True: 2}  # by decode.fast: an H200 takes 18.2 ms a tile in calls of 2, and of 7, alike
+CALL_TILES = 1  # an H200 takes 18.5 ms a tile by the fast decoder in calls of 1, and 17.9 to 18.5 in calls of 2 to 8
 # Parts of a tile's decoding: what rank 0 does to a tile (fades, colours, the copy to the host), and one audio latent.
-# On a CPU measured with benchmarks/parallel_decode.py; on CUDA guessed from bytes and launches, not measured yet.
-BESIDE = {"cpu": (0.0005, 0.0004), "cuda": (0.05, 0.03)}
+# Measured with benchmarks/parallel_decode.py, on a CPU and on an H200, beside a tile of the plain decoder.
+BESIDE = {"cpu": (0.0005, 0.0004), "cuda": (0.05, 0.009)}
+FAST_TILE = {"cpu": 1.0, "cuda": 0.54}  # of a plain one: 18.2 ms of 33.8 on an H200
 
 
 @dataclass(frozen=True)
@@ -66,14 +67,16 @@ class DecodePlan:
 
 
 def ask_decode(asked: str, device: str, fast: bool, batch: int | None, geometry: Geometry) -> DecodePlan:
-    """What is asked for, not decided yet: `batch` is the most tiles of a call, None what suits `fast`."""
-    return DecodePlan(asked, device, fast=fast, batch=even_batch(_cut(geometry).tiles, batch or CALL_TILES[fast]))
+    """What is asked for, not decided yet: `batch` is the most tiles of a call, None one."""
+    return DecodePlan(asked, device, fast=fast, batch=even_batch(_cut(geometry).tiles, batch or CALL_TILES))
 
 
-def schedule_decode(geometry: Geometry, ranks: int, device: str, batch: int = 1) -> tuple[Cuts, Schedule]:
+def schedule_decode(
+    geometry: Geometry, ranks: int, device: str, batch: int = 1, *, fast: bool = False
+) -> tuple[Cuts, Schedule]:
     """How a clip is cut, and which rank decodes which tile: the same on every rank, and for the plan's bytes."""
     cuts = _cut(geometry)
-    return cuts, spread(_costs(cuts, batch), ranks, _extra(cuts, geometry, device), batch)
+    return cuts, spread(_costs(cuts, batch), ranks, _extra(cuts, geometry, device, fast), batch)
 
 
 def with_decode(plan: "Plan") -> "Plan":
@@ -102,8 +105,8 @@ def _decide(plan: "Plan") -> DecodePlan:
 def _spread_out(plan: "Plan") -> DecodePlan:
     ranks, geometry = plan.layout.ranks, plan.geometry
     ask = plan.decode
-    cuts, schedule = schedule_decode(geometry, ranks, ask.device, ask.batch)
-    costs, extra = _costs(cuts, ask.batch), _extra(cuts, geometry, ask.device)
+    cuts, schedule = schedule_decode(geometry, ranks, ask.device, ask.batch, fast=ask.fast)
+    costs, extra = _costs(cuts, ask.batch), _extra(cuts, geometry, ask.device, ask.fast)
     one = makespan(spread(costs, 1, extra), costs, extra)
     speedup = round(one / makespan(schedule, costs, extra), 3)
     tiles = tuple(schedule.total(rank) for rank in range(ranks))
@@ -133,8 +136,9 @@ def _costs(cuts: Cuts, batch: int) -> list[list[float]]:
     return [filled] * len(cuts.chunks)
 
 
-def _extra(cuts: Cuts, geometry: Geometry, device: str) -> Extra:
-    blending, latent = BESIDE[device]
+def _extra(cuts: Cuts, geometry: Geometry, device: str, fast: bool) -> Extra:
+    tile = FAST_TILE[device] if fast else 1.0
+    blending, latent = (part / tile for part in BESIDE[device])
     return Extra(chunk=blending * cuts.tiles, sound=latent * geometry.audio_latents)
 
 
@@ -166,7 +170,7 @@ def _alone_memory(plan: "Plan", decode: DecodePlan) -> tuple[dict[str, int], ...
 
 def _memory(plan: "Plan", decode: DecodePlan) -> tuple[dict[str, int], ...]:
     """The memory of every rank at each stage where all decode."""
-    cuts, schedule = schedule_decode(plan.geometry, plan.layout.ranks, decode.device, decode.batch)
+    cuts, schedule = schedule_decode(plan.geometry, plan.layout.ranks, decode.device, decode.batch, fast=decode.fast)
     return tuple(
         stages | {"decode": _rank_memory(plan, decode, cuts, schedule, share)}
         for stages, share in zip(plan.memory, plan.shares, strict=True)
