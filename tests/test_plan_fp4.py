@@ -9,6 +9,7 @@ from safefiles import edited, scalar, text
 from h3dist import pipeline
 from h3dist.checkpoint.comfy import open_denoiser
 from h3dist.checkpoint.tiny import write_tiny
+from h3dist.model.elementwise import PLAIN
 from h3dist.model.linear import Fp4Linear, dense_linear
 from h3dist.plan import Layout, fp4_linears, make_plan, released_dims
 from h3dist.plan.weights import block_linears
@@ -82,13 +83,12 @@ def test_the_run_computes_as_the_plan_says(monkeypatch, dtype, fp4, amax, kind):
     monkeypatch.setattr(pipeline, "Denoiser", lambda *parts: seen.extend(filter(is_linear, parts)))
     monkeypatch.setattr(pipeline, "lowest_capability", lambda device: BLACKWELL)
     plan = SimpleNamespace(shares=(None,), fp4=fp4, amax=amax, packs_rows=False, gemm="nvfp4" if kind else "dense")
-    rows = {"modulation": None, "rows_LC": None, "kept": {}, "elementwise": None}
+    rows = {"modulation": None, "rows_LC": None, "kept": {}, "elementwise": PLAIN}
     prepared = SimpleNamespace(started=SimpleNamespace(plan=plan), weights=SimpleNamespace(dtype=dtype), **rows)
     site = SimpleNamespace(
         comm=SimpleNamespace(exchange=lambda plan: "exchange"),
         ranks=SimpleNamespace(rank=0),
         device=torch.device("cpu"),
-        config=SimpleNamespace(runtime=SimpleNamespace(fused="off")),
     )
     pipeline.denoiser(site, SimpleNamespace(prepared=prepared, packing=None), attention=None)
     assert isinstance(seen[0], kind) if kind else seen[0] is dense_linear
