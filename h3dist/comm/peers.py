@@ -17,7 +17,7 @@ from h3dist.comm.wire import Group
 BOOT = Path("/proc/sys/kernel/random/boot_id")  # one for each machine, whatever its containers are called
 NO_MULTICAST = {"TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NCCL_NVLS_ENABLE": "0"}
 BACKEND = "TORCH_SYMMMEM"  # which of torch's kinds of symmetric memory
-GRACE = 5.0  # seconds past a collective's limit until a device gives up waiting: by then the missing are named
+GRACE = 15.0  # seconds past a collective's limit until a device gives up waiting: by then ranks have told and left
 
 
 @dataclass(frozen=True)
