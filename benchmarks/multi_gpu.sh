@@ -5,7 +5,8 @@
 #
 # Ends by itself within H3_CALL_SECONDS (540) and says so; called again it goes on where it was, until all is done.
 # H3_STAGES picks among: environment parity scaling rivals exchange alone leave decode clips report. What fails twice
-# is left, with its log in RESULTS/logs. All JSON files in RESULTS are read by `h3dist report`, whose text is report.md.
+# is left, with its log in RESULTS/logs. H3_ATTENTION names the attention of all cells, as in H3_ATTENTION=flash4.
+# All JSON files in RESULTS are read by `h3dist report`, whose text is report.md.
 # Without a GPU all of it runs on the processor over gloo, on a small model and tiny clips: a rehearsal.
 #
 # "clips" needs checkpoints: H3_MODEL_PATH and the other variables, or their default places. It looks into the denoiser,
@@ -13,11 +14,12 @@
 # NVLink multicast stays off in every process.
 set -uo pipefail
 cd "$(dirname "$0")/.."
-[ $# -gt 0 ] || { sed -n '2,14s/^# \{0,1\}//p' "$0" && exit 2; }
+[ $# -gt 0 ] || { sed -n '2,15s/^# \{0,1\}//p' "$0" && exit 2; }
 results=$(mkdir -p "$1" && cd "$1" && pwd) && shift
 ranks=("$@") && [ $# -gt 0 ] || ranks=(1 2 4 6 8)
 python=${PYTHON:-python3}
 limit=${H3_CALL_SECONDS:-540}
+attention=${H3_ATTENTION:-sdpa}
 stages=${H3_STAGES:-environment parity scaling rivals exchange alone leave decode clips report}
 export NCCL_NVLS_ENABLE=0 TORCH_SYMM_MEM_DISABLE_MULTICAST=1 NVSHMEM_DISABLE_NVLS=1
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-4} PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
@@ -59,7 +61,7 @@ once() { # once NAME COMMAND...: unless it is done; a second failure is left
 matrix() { # matrix NAME FILE WORDS...: cells that are done are kept in the file
     local name=$1 file=$2 && shift 2
     once "$name" "$python" -m h3dist matrix "$worlds" cell_seconds=240 results="$results/$file.json" \
-        ${place[@]+"${place[@]}"} "$@"
+        "attentions=[$attention]" ${place[@]+"${place[@]}"} "$@"
 }
 
 torchrun() { # torchrun NAME RANKS SCRIPT ARGUMENTS...
