@@ -263,7 +263,6 @@ def one_lacks_triton(seat) -> tuple[bool, str]:
 def test_all_ranks_take_the_plain_forms_where_one_has_no_others() -> None:
     with World(3) as world:
         assert world.run(one_lacks_triton, ranks=3) == [(True, "")] * 3
-    with World(2) as world:
         assert world.run(one_lacks_triton, ranks=2) == [(False, "on")] * 2
 
 
