@@ -86,6 +86,17 @@ def _cuda() -> bool:
     return torch.cuda.is_available()
 
 
+@pytest.fixture(scope="module")
+def one_thread():
+    """Matrices as small as a test's are slower on many."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 @pytest.fixture
 def cloud(tmp_path):
     """A service that rents pods out, on this machine."""

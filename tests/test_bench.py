@@ -28,14 +28,7 @@ from h3dist.topology import Ranks
 SPEC = Spec(("96x64x5",), size="small", device="cpu", text_rows=20, repeats=2)
 CPU = torch.device("cpu")
 PARTS = {"weights", "products", "attention.sdpa", "dequantise", "elementwise", "copy", "step"}
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def run_suite(spec: Spec, kept=None) -> dict:

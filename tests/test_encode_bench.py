@@ -16,14 +16,7 @@ from h3dist.model.ahead import plain_fill
 from h3dist.text.layers import StoredEmbedding, StoredLinear
 
 CPU = torch.device("cpu")
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def test_every_way_gives_the_states_of_a_run(tmp_path, monkeypatch, capsys):

@@ -34,14 +34,7 @@ KEYFRAMES = (Condition("keyframe", 64, 32, frames=1), Condition("keyframe", 64, 
 CASES = {"fl2va": KEYFRAMES, "ref2va": REFERENCES}
 LAYOUTS = [(1, 1), (3, 1), (1, 4), (2, 2)]
 TOLERANCE = 1e-5
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def random_rows(packing: Packing) -> dict[str, Tensor]:

@@ -28,12 +28,8 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning")
 
 
 @pytest.fixture(autouse=True)
-def as_before(monkeypatch: pytest.MonkeyPatch):
+def as_before(monkeypatch: pytest.MonkeyPatch, one_thread: None) -> None:
     keep_settings(monkeypatch)
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")

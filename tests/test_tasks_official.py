@@ -73,13 +73,9 @@ def world() -> Iterator[World]:
 
 
 @pytest.fixture(autouse=True)
-def as_before(monkeypatch: pytest.MonkeyPatch):
+def as_before(monkeypatch: pytest.MonkeyPatch, one_thread: None) -> None:
     """`run_stages` changes settings for good, which may not outlive a test of this process."""
     keep_settings(monkeypatch)
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize(("form", "case", "layouts"), RUNS, ids=[f"{form}-{case}" for form, case, _ in RUNS])

@@ -132,14 +132,7 @@ def write_quantised(path: Path, model: Qwen3VLModel) -> None:
 
 
 WRITERS = {"bf16": write_bf16, "nvfp4_awq": write_quantised}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)  # matrices this small are slower on many
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(scope="module")

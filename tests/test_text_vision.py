@@ -27,14 +27,7 @@ from h3dist.text.tokenizer import count_tokens, load_tokenizer, tokenize
 from h3dist.text.vision import look, patches_of
 
 PROMPT = "The woman of <Picture 1> walks <d>slowly</d> by the sea."
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(scope="module")

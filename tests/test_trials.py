@@ -5,21 +5,13 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from benchmarks import trials
 
 SMALL = ["--device", "cpu", "--size", "small", "--blocks", "1", "--repeats", "1", "--compiler", "eager"]
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def rows_of(path: Path) -> dict:

@@ -26,15 +26,10 @@ VIDEO = {
     "decoder_ffn_mult": 2,
 }
 AUDIO = {"encoder_dim": 4, "latent_dim": 64, "decoder_dim": 128, "num_attention_heads": 2}
-pytestmark = pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = [
+    pytest.mark.usefixtures("one_thread"),
+    pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning"),
+]
 
 
 def randomise(model):

@@ -30,15 +30,10 @@ AUDIO = {
     "latents_mean": [0.125 * index for index in range(32)],
     "latents_std": [1 + index / 16 for index in range(32)],
 }
-pytestmark = pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = [
+    pytest.mark.usefixtures("one_thread"),
+    pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning"),
+]
 
 
 def shaken(model):
