@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 from h3dist.clips import Clip, cut_clips
 from h3dist.conditions import Condition
 from h3dist.geometry import SOUND_CHANNELS
+from h3dist.plan.decode import BESIDE
 from h3dist.plan.memory import ENCODED_TILE, Stored
 from h3dist.spread import Extra, Schedule, makespan, spread
 
@@ -25,8 +26,6 @@ if TYPE_CHECKING:
 
 MEDIA_LABELS = ("encode.pixels", "encode.sounds", "encode.moments")
 FLOAT = 4
-# One audio latent, in whole tiles of 17 frames: taken from decoding, where a CPU measured it and CUDA was guessed.
-LATENT = {"cpu": 0.0004, "cuda": 0.03}
 ALONE = Extra()
 
 
@@ -74,5 +73,6 @@ def media_bytes(
 
 
 def _costs(conditions: Sequence[Condition], device: str) -> list[list[float]]:
-    sounds = [LATENT[device] * SOUND_CHANNELS * one.audio_latents for one in heard(conditions)]
+    _, latent = BESIDE[device]  # in whole tiles, as measured of decoding
+    sounds = [latent * SOUND_CHANNELS * one.audio_latents for one in heard(conditions)]
     return [sounds, *([clip.cost] * len(clip.places) for clip in cut_clips(conditions))]
