@@ -87,7 +87,7 @@ def compilable(view: View, rows: int, device: torch.device) -> View:
 def opaque_linear() -> Linear:
     """The plain product with the making of a dense NVFP4 weight as one operator."""
 
-    @torch.library.custom_op("h3dist_trials::dense", mutates_args=())
+    @torch.library.custom_op("h3dist_compiled::dense", mutates_args=())
     def dense(codes: Tensor, scales: Tensor, global_scale: Tensor, N: int, K: int, dtype: torch.dtype) -> Tensor:
         return Nvfp4Weight(codes, scales, global_scale, (N, K)).dense(dtype).contiguous()
 
@@ -105,7 +105,7 @@ def opaque_linear() -> Linear:
 def opaque_attention(attention: Attention, name: str) -> Attention:
     """The attention as one operator, `name` being its own alone."""
 
-    @torch.library.custom_op(f"h3dist_trials::{name}", mutates_args=())
+    @torch.library.custom_op(f"h3dist_compiled::{name}", mutates_args=())
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return attention(q, k, v).contiguous()
 

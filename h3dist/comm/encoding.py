@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from h3dist.comm.wire import Pieces, Wire
+from h3dist.comm.pieces import Pieces
+from h3dist.comm.wire import Wire
 
 LAST = "encode.hidden"
 
