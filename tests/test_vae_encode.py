@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from diffusers.modular_pipelines.minimax_h3.encoders import encode_vae_condition
-from test_vae import audio, one_thread, video  # noqa: F401 (fixtures)
+from test_vae import audio, video  # noqa: F401 (fixtures)
 
 from h3dist.conditions import Condition
 from h3dist.errors import NumericsError
@@ -14,7 +14,10 @@ from h3dist.vae import AudioVae, VideoVae
 from h3dist.vae.encode import encode_clip, encode_frames, to_pixels
 from h3dist.vae.video import PIXEL_MEAN, PIXEL_STD
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning")
+pytestmark = [
+    pytest.mark.usefixtures("one_thread"),
+    pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning"),
+]
 
 
 def picture(frames: int, height: int, width: int) -> np.ndarray:
