@@ -116,7 +116,8 @@ def measure(plan: Plan, rank: int, device: torch.device, *, fused: bool) -> dict
     denoiser = denoiser_of(random_weights(plan, rank, device), plan, comm, fused=fused, ahead=fused)
     weights = denoiser.weights
     x_sC = torch.randn((denoiser.own_rows, plan.dims.hidden), device=device, dtype=weights.dtype)
-    block = clock.time(lambda: denoiser.run_block(x_sC, 0, 0)).median
+    stream = denoiser.stream(x_sC)
+    block = clock.time(lambda: denoiser.run_block(stream, 0, 0)).median
     moves, turn = moves_of(plan, rank, denoiser)
     issued = clock.time(moves).median
     found, turned = (

@@ -21,7 +21,7 @@ from h3dist.checkpoint.formats import Weight
 from h3dist.checkpoint.nvfp4 import Nvfp4Weight
 from h3dist.model.block import View
 from h3dist.model.dense import Linear
-from h3dist.model.elementwise import ATTENTION, FACTOR, GATE, MLP, NORM_EPS, SHIFT, Elementwise, Heads
+from h3dist.model.elementwise import FACTOR, NORM_EPS, SHIFT, Elementwise, Heads
 from h3dist.model.exchange import Alone
 from h3dist.model.fused import pairs_of
 from h3dist.model.rotary import Rotation
@@ -35,15 +35,17 @@ def modulated(x_sC: Tensor, norm_C: Tensor, table_RnC: Tensor, pairs_s: Tensor) 
     return torch.addcmul(table_RnC[pairs_s, SHIFT], h_sC, table_RnC[pairs_s, FACTOR])
 
 
-def add_gated(x_sC: Tensor, y_sC: Tensor, table_RnC: Tensor, pairs_s: Tensor) -> None:
+def add_gated(x_sC: Tensor, y_sC: Tensor, gates_RC: Tensor, pairs_s: Tensor) -> None:
     """x += gate * y in place."""
-    x_sC.addcmul_(y_sC, table_RnC[pairs_s, GATE])
+    x_sC.addcmul_(y_sC, gates_RC[pairs_s])
 
 
-def add_modulated(x_sC: Tensor, y_sC: Tensor, table_R6C: Tensor, norm_C: Tensor, pairs_s: Tensor) -> Tensor:
-    """From the end of the attention half to the beginning of the MLP half."""
-    add_gated(x_sC, y_sC, table_R6C[:, ATTENTION:], pairs_s)
-    return modulated(x_sC, norm_C, table_R6C[:, MLP:], pairs_s)
+def add_modulated(
+    x_sC: Tensor, y_sC: Tensor, gates_RC: Tensor, norm_C: Tensor, table_RnC: Tensor, pairs_s: Tensor
+) -> Tensor:
+    """From the end of one half of a block to the beginning of the next."""
+    add_gated(x_sC, y_sC, gates_RC, pairs_s)
+    return modulated(x_sC, norm_C, table_RnC, pairs_s)
 
 
 def turn(heads: Heads, out: Heads, q_norm_D: Tensor, k_norm_D: Tensor, angles: Rotation) -> None:

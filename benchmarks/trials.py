@@ -1,11 +1,12 @@
 """What torch.compile and CUDA graphs would win on an evaluation of the denoiser: each way beside the plain one.
 
-    python benchmarks/trials.py --shapes 448x256x22,864x480x141 [--blocks 8] [--repeats 5] [--json FILE]
+    python benchmarks/trials.py --shapes 448x256x22 [--ways "fused,fused: graph"] [--blocks 4] [--json FILE]
     python benchmarks/trials.py --device cpu --size small --compiler eager      # does it run: some seconds
 
 Random NVFP4 weights of the released size with few blocks. A way that fails is told as such, the others go on, and it is
-not tried at later shapes. After `--limit` seconds no further way is begun. Rows come as they are done. Times are by
-CUDA events, so that gaps in which the device waits for the host count.
+not tried at later shapes. After `--limit` seconds no further way is begun; a first call, in which a way is compiled or
+captured, is given up after `--first` seconds. Rows come as they are done. Times are by CUDA events, so that gaps in
+which the device waits for the host count: a graph, which has none, shows what the GPU itself takes.
 """
 
 from __future__ import annotations
@@ -13,12 +14,14 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,9 +35,12 @@ from h3dist.bench.steps import denoiser_of, random_weights, relative_error
 from h3dist.bench.suite import environment
 from h3dist.bench.timing import Clock
 from h3dist.comm import Comm
-from h3dist.errors import ConfigError
+from h3dist.errors import ConfigError, nearest
+from h3dist.model.ahead import AheadLinear
 from h3dist.model.block import View, run_block
 from h3dist.model.denoiser import Denoiser
+from h3dist.model.linear import linear_of_run
+from h3dist.model.residual import Residual
 from h3dist.model.weights import DenoiserWeights
 from h3dist.plan import Layout, Plan
 from h3dist.sampling.noise import draw
@@ -43,6 +49,8 @@ from h3dist.topology import Ranks
 Work = Callable[[], Tensor]
 SHAPES = ("448x256x22", "864x480x141", "1344x768x124")
 NEEDS_CUDA = "CUDA graphs are for CUDA devices"
+HOST_REPEATS = 3  # of starting an evaluation with nothing before it
+AGAIN = 2.0  # seconds between the signals that end a first call
 
 
 @dataclass(frozen=True)
@@ -57,28 +65,41 @@ class Way:
     graph: bool = False
 
 
-WAYS = (  # a capture that fails may spoil what comes after it, so graphs are late
+WAYS = (  # what takes seconds before what takes a compiler
     Way("plain"),
     Way("fused", fused=True),
-    Way("fused+ahead", fused=True, ahead=True),
+    Way("fused+ahead", fused=True, ahead=True),  # what runtime.fused=on does
+    Way("fused: graph", fused=True, graph=True),
+    Way("fused+ahead: graph", fused=True, ahead=True, graph=True),
     Way("between compiled", compiled="between"),
-    Way("between compiled, ahead", compiled="between", ahead=True),
     Way("block compiled", compiled="block"),
-    Way("fused, graph", fused=True, graph=True),
-    Way("block compiled, graph", compiled="block", graph=True),
+    Way("block compiled: graph", compiled="block", graph=True),
+    Way("between compiled+ahead", compiled="between", ahead=True),
     Way("block compiled as it is", compiled="as it is"),
 )
+
+
+class Times(NamedTuple):
+    """end: of `time.monotonic`, after which no way is begun. first: seconds that a way's first call may take."""
+
+    end: float
+    first: float
+
+
+class TooLong(BaseException):
+    """A first call that took longer than it may; no Exception, so that a compiler lets it through."""
 
 
 @dataclass(frozen=True)
 class Row:
     """What one way took at one shape: median seconds of an evaluation, what its host needed to start one, the first
-    call with all that is made then, bytes at most; the error is relative, in the 2-norm, against the plain way."""
+    call with all that is made then, bytes at most. What is told against another way is against the first that ran; the
+    error is relative, in the 2-norm."""
 
     shape: str
     way: str
     seconds: float | None = None
-    to_plain: float | None = None
+    to_first: float | None = None
     host_seconds: float | None = None
     first_seconds: float | None = None
     error: float | None = None
@@ -91,14 +112,18 @@ def main(words: list[str] | None = None) -> int:
     """All ways at all shapes, as a table and as JSON."""
     args = arguments(words)
     device, begun = torch.device(args.device), time.monotonic()
-    spec = Spec(shapes_of(args), size=args.size, device=args.device, blocks=args.blocks, repeats=args.repeats)
+    common = {"size": args.size, "device": args.device, "attention": args.attention}
+    spec = Spec(shapes_of(args), **common, blocks=args.blocks, repeats=args.repeats)
+    ways, times = chosen(args.ways), Times(begun + args.limit, args.first)
     told, rows = {"blocks": spec.dims.layers, "compiler": args.compiler, **environment(device)}, []
-    print("| shape | way | ms | to plain | host ms | first, s | error | GB at most | |\n" + "|---" * 9 + "|")
+    told |= {"attention": args.attention}
+    print("| shape | way | ms | to the first | host ms | first, s | error | GB at most | |\n" + "|---" * 9 + "|")
     with Comm.connect(Ranks(), Layout(), device, backend="auto") as comm:
-        for row in trials(spec, device, comm, args.compiler, begun + args.limit):
+        for row in trials(spec, device, comm, args.compiler, ways, times):
             rows.append(row)
             print(line(row), flush=True)
             if args.json:
+                told["seconds"] = round(time.monotonic() - begun, 1)
                 args.json.write_text(json.dumps(told | {"rows": [asdict(row) for row in rows]}, indent=1) + "\n")
     return 0
 
@@ -109,10 +134,13 @@ def arguments(words: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--size", choices=("released", "small"), default="released")
     parser.add_argument("--shapes", help=f"default {','.join(SHAPES)}")
-    parser.add_argument("--blocks", type=int, default=8)
+    parser.add_argument("--ways", help=f"default all, in this order: {', '.join(repr(way.name) for way in WAYS)}")
+    parser.add_argument("--blocks", type=int, default=4)
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--attention", default="sdpa")
     parser.add_argument("--compiler", default="inductor", help="torch.compile's backend")
-    parser.add_argument("--limit", type=float, default=80.0, help="seconds after which no way is begun")
+    parser.add_argument("--limit", type=float, default=45.0, help="seconds after which no way is begun")
+    parser.add_argument("--first", type=float, default=25.0, help="seconds that a way's first call may take")
     parser.add_argument("--json", type=Path)
     return parser.parse_args(words)
 
@@ -124,7 +152,21 @@ def shapes_of(args: argparse.Namespace) -> tuple[str, ...]:
     return SHAPES if args.size == "released" else tuple(default_shapes(args.size))
 
 
-def trials(spec: Spec, device: torch.device, comm: Comm, compiler: str, end: float) -> Iterator[Row]:
+def chosen(names: str | None) -> tuple[Way, ...]:
+    """The ways of these names, commas between them, in their own order. Raises ConfigError."""
+    if names is None:
+        return WAYS
+    by_name = {way.name: way for way in WAYS}
+    for name in names.split(","):
+        if name not in by_name:
+            allowed = ", ".join(map(repr, by_name))
+            raise ConfigError(f"--ways {name!r}: must be one of {allowed}{nearest(name, tuple(by_name))}")
+    return tuple(by_name[name] for name in names.split(","))
+
+
+def trials(
+    spec: Spec, device: torch.device, comm: Comm, compiler: str, ways: Sequence[Way], times: Times
+) -> Iterator[Row]:
     """Every way at every shape, on the same weights."""
     dtype = "bfloat16" if device.type == "cuda" else "float32"
     plans = [
@@ -132,34 +174,37 @@ def trials(spec: Spec, device: torch.device, comm: Comm, compiler: str, end: flo
     ]
     weights, lost = random_weights(plans[0], 0, device), set()
     for shape, plan in zip(spec.shapes, plans, strict=True):
-        plain: tuple[Tensor, float] | None = None
-        for way in (way for way in WAYS if way.name not in lost):
-            if time.monotonic() > end:
+        base: tuple[Tensor, float] | None = None
+        for way in (way for way in ways if way.name not in lost):
+            if time.monotonic() > times.end:
                 yield Row(shape, way.name, failed="left out: the time was up")
                 continue
-            row, found = tried(way, weights, plan, comm, compiler, spec.repeats)
+            row, found = tried(way, weights, plan, comm, compiler, spec.repeats, times.first)
             if row.failed:
                 lost.add(way.name)
-            elif plain is None:
-                plain = found, row.seconds
-            if plain and row.seconds:
-                row = replace(row, to_plain=row.seconds / plain[1], error=relative_error(found, plain[0]))
+            elif base is None:
+                base = found, row.seconds
+            if base and row.seconds:
+                row = replace(row, to_first=row.seconds / base[1], error=relative_error(found, base[0]))
             yield replace(row, shape=shape)
 
 
 def tried(
-    way: Way, weights: DenoiserWeights, plan: Plan, comm: Comm, compiler: str, repeats: int
+    way: Way, weights: DenoiserWeights, plan: Plan, comm: Comm, compiler: str, repeats: int, longest: float
 ) -> tuple[Row, Tensor | None]:
-    """One way's row, without what is told against the plain one, and its velocity."""
+    """One way's row, without what is told against the first one, and its velocity."""
     device = weights.device
     clock = Clock(device, repeats)
     try:
         forget(device)
         begun = time.perf_counter()
-        work = made(way, weights, plan, comm, compiler)
-        found = work().float().cpu()
+        with limited(longest):
+            work = made(way, weights, plan, comm, compiler)
+            found = work().float().cpu()
         first = time.perf_counter() - begun
-        seconds, host = clock.time(work, warm=1).median, Clock(device, 1).host_time(work, warm=0).median
+        seconds, host = clock.time(work, warm=1).median, Clock(device, HOST_REPEATS).host_time(work, warm=0).median
+    except TooLong:
+        return Row("", way.name, failed=f"given up: its first call took more than {longest:g} s"), None
     except Exception as error:  # no compiler, a graph that cannot be: the other ways still count
         text = " ".join(str(error).split("\n")[:2])  # a compiler's own error is in its second line
         return Row("", way.name, failed=f"{type(error).__name__}: {text[:160]}"), None
@@ -167,6 +212,22 @@ def tried(
     breaks = sum(torch._dynamo.utils.counters["graph_break"].values()) if way.compiled else None
     told = {"host_seconds": host, "first_seconds": first, "peak_bytes": peak, "graph_breaks": breaks}
     return Row("", way.name, seconds, **told), found
+
+
+@contextmanager
+def limited(seconds: float) -> Iterator[None]:
+    """Raises TooLong in what takes longer, once the interpreter is there: a kernel's compilation is waited for."""
+
+    def give_up(*_: object) -> None:
+        raise TooLong
+
+    before = signal.signal(signal.SIGALRM, give_up)
+    old = signal.setitimer(signal.ITIMER_REAL, seconds, AGAIN)  # once more, where somebody swallowed it
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, *old)
+        signal.signal(signal.SIGALRM, before)
 
 
 def forget(device: torch.device) -> None:
@@ -189,10 +250,15 @@ def made(way: Way, weights: DenoiserWeights, plan: Plan, comm: Comm, compiler: s
         raise ConfigError("the forms for compilation have dense products alone")
 
     @torch.no_grad()
-    def work() -> Tensor:
+    def work(view: View = view) -> Tensor:
         return evaluation(denoiser, view, block, video, audio)
 
-    return captured(work, device) if way.graph else work
+    def own() -> View:
+        if not way.ahead:
+            return view
+        return replace(view, linear=linear_of_run(plan, weights, capability_of(device), view.exchange, ahead=True))
+
+    return captured(work, own, device) if way.graph else work
 
 
 def parts(way: Way, denoiser: Denoiser, compiler: str) -> tuple[View, Callable[..., None]]:
@@ -213,24 +279,31 @@ def parts(way: Way, denoiser: Denoiser, compiler: str) -> tuple[View, Callable[.
 
 def evaluation(denoiser: Denoiser, view: View, block: Callable[..., None], video: Tensor, audio: Tensor) -> Tensor:
     """As `Denoiser.__call__` on one rank, at the first step, with blocks run by `block`; both streams, flat."""
-    x_sC = denoiser.embed(video, audio)
+    stream = Residual(denoiser.embed(video, audio), view.runs, view.elementwise)
     for weights, tables in zip(denoiser.weights.blocks, denoiser.modulation.blocks, strict=True):
-        block(x_sC, weights, tables[0], view)
-    return torch.cat([part.flatten() for part in denoiser.split(denoiser.outputs(x_sC, 0))])
+        block(stream, weights, tables[0], view)
+    return torch.cat([part.flatten() for part in denoiser.split(denoiser.outputs(stream.whole(), 0))])
 
 
-def captured(work: Work, device: torch.device) -> Work:
-    """The work as a CUDA graph: what it reads and gives stays where it was. Raises ConfigError elsewhere."""
+def captured(work: Callable[..., Tensor], own: Callable[[], View], device: torch.device) -> Work:
+    """The work as a CUDA graph: what it reads and gives stays where it was. Raises ConfigError elsewhere.
+
+    own: the view with a linear that is new. A side stream must branch off the captured one and come back to it, and no
+    event of before may be waited for: so the linear that makes weights ahead is made, and used, in the capture alone.
+    """
     if device.type != "cuda":
         raise ConfigError(NEEDS_CUDA)
     side = torch.cuda.Stream(device)
     side.wait_stream(torch.cuda.current_stream(device))
-    with torch.cuda.stream(side):  # compilation, plans and workspaces, before anything is captured
+    with torch.cuda.stream(side):  # compilation, plans, workspaces and rows' indices, before anything is captured
         work()
     torch.cuda.current_stream(device).wait_stream(side)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        found = work()
+        view = own()
+        found = work(view)
+        if isinstance(view.linear, AheadLinear):
+            torch.cuda.current_stream(device).wait_stream(view.linear._side)  # which fills for a step that never comes
 
     def replay() -> Tensor:
         graph.replay()
@@ -250,7 +323,7 @@ def line(row: Row) -> str:
         row.shape,
         row.way,
         number(row.seconds, ".2f", 1e-3),
-        number(row.to_plain, ".3f"),
+        number(row.to_first, ".3f"),
         number(row.host_seconds, ".2f", 1e-3),
         number(row.first_seconds, ".1f"),
         number(row.error, ".1e"),

@@ -72,8 +72,9 @@ def test_norm_and_modulation(device: str, dtype: torch.dtype) -> None:
 def test_gated_addition_norm_and_modulation(device: str, dtype: torch.dtype) -> None:
     x, y, norm = rows(device, dtype, ROWS, C), rows(device, dtype, ROWS, C, seed=3), rows(device, dtype, C, seed=2)
     other = x.clone()
-    found = fused.load().add_modulate(x, y, table(device, dtype), norm, RUNS)
-    expected = PLAIN.add_modulate(other, y, table(device, dtype), norm, RUNS)
+    made = table(device, dtype)
+    found = fused.load().add_modulate(x, y, made[:, 2], norm, made[:, 3:], RUNS)
+    expected = PLAIN.add_modulate(other, y, made[:, 2], norm, made[:, 3:], RUNS)
     close(x, other, dtype)
     close(found, expected, dtype)
 
@@ -127,10 +128,10 @@ def test_weights_made_dense_in_place_are_those_of_the_plain_form_to_the_bit(
 def test_gated_addition(device: str, dtype: torch.dtype) -> None:
     x, y = rows(device, dtype, ROWS, C), rows(device, dtype, ROWS, C, seed=3)
     other = x.clone()
-    fused.load().add(x, y, table(device, dtype)[:, 3:], RUNS)
-    PLAIN.add(other, y, table(device, dtype)[:, 3:], RUNS)
+    fused.load().add(x, y, table(device, dtype)[:, 5], RUNS)
+    PLAIN.add(other, y, table(device, dtype)[:, 5], RUNS)
     close(x, other, dtype)
-    fused.load().add(x[:0], y[:0], table(device, dtype)[:, 3:], ())
+    fused.load().add(x[:0], y[:0], table(device, dtype)[:, 5], ())
 
 
 HEADS = [(9, 3, 32, 4), (1, 2, 128, 16), (5, 1, 64, 8), (3, 5, 24, 4), (2, 35, 128, 16), (0, 2, 32, 4)]

@@ -27,6 +27,7 @@ from h3dist.model.elementwise import PLAIN, Elementwise
 from h3dist.model.exchange import Product, Turn, whole_product
 from h3dist.model.linear import dense_linear
 from h3dist.model.narrow import narrow_linear, narrowed
+from h3dist.model.residual import Residual
 from h3dist.model.weights import BlockWeights
 from h3dist.plan import Plan, Share
 from h3dist.plan.cost import attention_flops, dequantised_bytes, elementwise_bytes, product_flops
@@ -179,7 +180,8 @@ def elementwise(bench: Bench, way: Elementwise = PLAIN) -> dict[str, Any]:
     view = replace(bench.denoiser.view, **still, elementwise=way, rotation=rotation)
     x_sC = bench.normal(bench.share.rows[1] - bench.share.rows[0], bench.plan.dims.hidden)
     table = bench.denoiser.modulation.blocks[0][0]
-    timing = bench.clock.time(lambda: run_block(x_sC, bench.block, table, view))
+    stream = Residual(x_sC, view.runs, way)
+    timing = bench.clock.time(lambda: run_block(stream, bench.block, table, view))
     return _moved(timing.as_dict(), elementwise_bytes(bench.plan, bench.share) / bench.plan.dims.layers)
 
 
@@ -194,11 +196,11 @@ def copy(bench: Bench) -> dict[str, Any]:
 def host(bench: Bench) -> dict[str, Any]:
     """What the host takes to start one block, the device's queue being empty."""
     blocks = min(ISSUED, bench.plan.dims.layers)
-    x_sC = bench.normal(bench.share.rows[1] - bench.share.rows[0], bench.plan.dims.hidden)
+    stream = bench.denoiser.stream(bench.normal(bench.share.rows[1] - bench.share.rows[0], bench.plan.dims.hidden))
 
     def work() -> None:
         for block in range(blocks):
-            bench.denoiser.run_block(x_sC, block, 0)
+            bench.denoiser.run_block(stream, block, 0)
 
     timing = bench.clock.host_time(work)
     return {name: value / blocks for name, value in timing.as_dict().items() if name != "repeats"} | {

@@ -20,9 +20,10 @@ from h3dist.checkpoint.formats import Weight
 from h3dist.model.ahead import held
 from h3dist.model.columns import reduced
 from h3dist.model.dense import Linear, prescaled
-from h3dist.model.elementwise import ATTENTION, MLP, PLAIN, Elementwise, Heads, Runs
+from h3dist.model.elementwise import ATTENTION, GATE, MLP, PLAIN, Elementwise, Heads, Runs
 from h3dist.model.exchange import Exchange
 from h3dist.model.packed import gathered
+from h3dist.model.residual import Residual
 from h3dist.model.weights import BlockWeights
 
 
@@ -41,17 +42,17 @@ class View:
     elementwise: Elementwise = PLAIN
 
 
-def run_block(x_sC: Tensor, weights: BlockWeights, table_R6C: Tensor, view: View) -> None:
-    """Apply one block to this rank's rows of the residual stream, in place."""
-    between, exchange, runs = view.elementwise, view.exchange, view.runs
-    h_sC = between.modulate(x_sC, weights.norm1, table_R6C[:, ATTENTION:], runs)
-    y_sC = reduced(attend(h_sC, weights, view), weights.out, view.linear, exchange)
+def run_block(stream: Residual, weights: BlockWeights, table_R6C: Tensor, view: View) -> None:
+    """Apply one block to this rank's rows of the residual stream."""
+    exchange = view.exchange
+    h_sC = stream.modulated(weights.norm1, table_R6C[:, ATTENTION:])
+    stream.add(reduced(attend(h_sC, weights, view), weights.out, view.linear, exchange), table_R6C[:, ATTENTION + GATE])
     del h_sC
 
-    h_sC = between.add_modulate(x_sC, y_sC, table_R6C, weights.norm2, runs)
+    h_sC = stream.modulated(weights.norm2, table_R6C[:, MLP:])
     h_gC = gathered(h_sC, weights.fc1, view.linear, exchange.gather_rows)
-    y_sC = reduced(between.activate(view.linear(h_gC, weights.fc1)), weights.fc2, view.linear, exchange)
-    between.add(x_sC, y_sC, table_R6C[:, MLP:], runs)
+    f_gf = view.elementwise.activate(view.linear(h_gC, weights.fc1))
+    stream.add(reduced(f_gf, weights.fc2, view.linear, exchange), table_R6C[:, MLP + GATE])
 
 
 def attend(h_sC: Tensor, weights: BlockWeights, view: View) -> Tensor:

@@ -17,6 +17,7 @@ from h3dist.model.dense import Linear, dense_linear
 from h3dist.model.elementwise import PLAIN, Elementwise, Run
 from h3dist.model.exchange import Exchange
 from h3dist.model.modulation import KEPT_PAIRS, PAIRS, STREAMS, Modulation
+from h3dist.model.residual import Residual
 from h3dist.model.rotary import rotation
 from h3dist.model.weights import DenoiserWeights
 from h3dist.packing import Packing, audio_to_rows, own_segments, patchify, rows_to_audio, unpatchify
@@ -71,10 +72,10 @@ class Denoiser:
 
         The latents are whole and equal on every rank, and so are the velocities, on the latents' device.
         """
-        x_sC = self.embed(video, audio)
+        stream = self.stream(self.embed(video, audio))
         for block in range(len(self.weights.blocks)):
-            self.run_block(x_sC, block, step)
-        out_SO = self.view.exchange.gather_outputs(self.outputs(x_sC, step))
+            self.run_block(stream, block, step)
+        out_SO = self.view.exchange.gather_outputs(self.outputs(stream.whole(), step))
         return self.split(out_SO.to(video.device))
 
     def embed(self, video: Tensor, audio: Tensor) -> Tensor:
@@ -92,9 +93,13 @@ class Denoiser:
         layer = self.weights.video_in if _stream(kind) == "video" else self.weights.audio_in
         return F.linear(latents[kind][source].to(self.weights.device, torch.float32), *layer)
 
-    def run_block(self, x_sC: Tensor, block: int, step: int) -> None:
-        """Apply one block to x_sC in place, as at a step of the schedule."""
-        run_block(x_sC, self.weights.blocks[block], self.modulation.blocks[block][step], self.view)
+    def stream(self, x_sC: Tensor) -> Residual:
+        """The residual stream that blocks are applied to; x_sC is changed in place."""
+        return Residual(x_sC, self.view.runs, self.view.elementwise)
+
+    def run_block(self, stream: Residual, block: int, step: int) -> None:
+        """Apply one block to the stream, as at a step of the schedule."""
+        run_block(stream, self.weights.blocks[block], self.modulation.blocks[block][step], self.view)
 
     def outputs(self, x_sC: Tensor, step: int) -> Tensor:
         """out_sO: both heads over own rows, in float32."""

@@ -40,15 +40,15 @@ class Elementwise(NamedTuple):
     """One way to do all of it.
 
     prepare(rotation): what `turn` takes, made once a request. modulate(x_sC, norm_C, table_RnC, runs): h_sC.
-    add_modulate(x_sC, y_sC, table_R6C, norm_C, runs): x += y gated by the attention half, in place; then h_sC as the
-    MLP half modulates it. add(x_sC, y_sC, table_RnC, runs): x += y gated, in place. turn(heads, out, q_norm_D,
-    k_norm_D, prepared): q and k normed over the head and rotated, and v as it is, into `out`, which may be `heads`
-    themselves or other memory. activate([g, 2f]): silu(gate) * up, [g, f].
+    add_modulate(x_sC, y_sC, gates_RC, norm_C, table_RnC, runs): x += gate * y, in place; then h_sC of the sum.
+    add(x_sC, y_sC, gates_RC, runs): x += gate * y, in place. turn(heads, out, q_norm_D, k_norm_D, prepared): q and k
+    normed over the head and rotated, and v as it is, into `out`, which may be `heads` themselves or other memory.
+    activate([g, 2f]): silu(gate) * up, [g, f].
     """
 
     prepare: Callable[[Rotation], Any]
     modulate: Callable[[Tensor, Tensor, Tensor, Runs], Tensor]
-    add_modulate: Callable[[Tensor, Tensor, Tensor, Tensor, Runs], Tensor]
+    add_modulate: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Runs], Tensor]
     add: Callable[[Tensor, Tensor, Tensor, Runs], None]
     turn: Callable[[Heads, Heads, Tensor, Tensor, Any], None]
     activate: Callable[[Tensor], Tensor]
@@ -63,16 +63,18 @@ def modulated(x_sC: Tensor, norm_C: Tensor, table_RnC: Tensor, runs: Runs) -> Te
     return h_sC
 
 
-def add_gated(x_sC: Tensor, y_sC: Tensor, table_RnC: Tensor, runs: Runs) -> None:
+def add_gated(x_sC: Tensor, y_sC: Tensor, gates_RC: Tensor, runs: Runs) -> None:
     """x += gate * y in place, with each run's own gate, used raw."""
     for start, stop, row in runs:
-        x_sC[start:stop].addcmul_(y_sC[start:stop], table_RnC[row, GATE])
+        x_sC[start:stop].addcmul_(y_sC[start:stop], gates_RC[row])
 
 
-def add_modulated(x_sC: Tensor, y_sC: Tensor, table_R6C: Tensor, norm_C: Tensor, runs: Runs) -> Tensor:
-    """From the end of the attention half to the beginning of the MLP half."""
-    add_gated(x_sC, y_sC, table_R6C[:, ATTENTION:], runs)
-    return modulated(x_sC, norm_C, table_R6C[:, MLP:], runs)
+def add_modulated(
+    x_sC: Tensor, y_sC: Tensor, gates_RC: Tensor, norm_C: Tensor, table_RnC: Tensor, runs: Runs
+) -> Tensor:
+    """From the end of one half of a block to the beginning of the next."""
+    add_gated(x_sC, y_sC, gates_RC, runs)
+    return modulated(x_sC, norm_C, table_RnC, runs)
 
 
 def turn(heads: Heads, out: Heads, q_norm_D: Tensor, k_norm_D: Tensor, rotation: Rotation) -> None:

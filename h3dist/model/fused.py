@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from h3dist.errors import ConfigError, MissingDependency
-from h3dist.model.elementwise import ATTENTION, GATE, MLP, PLAIN, Elementwise, Heads, Runs
+from h3dist.model.elementwise import PLAIN, Elementwise, Heads, Runs
 from h3dist.model.rotary import Rotation
 
 
@@ -63,13 +63,14 @@ def load() -> Elementwise:
     def modulate(x_sC: Tensor, norm_C: Tensor, table_RnC: Tensor, runs: Runs) -> Tensor:
         return kernels.modulate(x_sC, norm_C, table_RnC, pairs_of(runs, x_sC.shape[0], x_sC.device))
 
-    def add_modulate(x_sC: Tensor, y_sC: Tensor, table_R6C: Tensor, norm_C: Tensor, runs: Runs) -> Tensor:
-        gates_RC, table_RnC = table_R6C[:, ATTENTION + GATE], table_R6C[:, MLP:]
+    def add_modulate(
+        x_sC: Tensor, y_sC: Tensor, gates_RC: Tensor, norm_C: Tensor, table_RnC: Tensor, runs: Runs
+    ) -> Tensor:
         pairs_s = pairs_of(runs, x_sC.shape[0], x_sC.device)
         return kernels.add_modulate(x_sC, y_sC, gates_RC, norm_C, table_RnC, pairs_s)
 
-    def add(x_sC: Tensor, y_sC: Tensor, table_RnC: Tensor, runs: Runs) -> None:
-        kernels.add(x_sC, y_sC, table_RnC[:, GATE], pairs_of(runs, x_sC.shape[0], x_sC.device))
+    def add(x_sC: Tensor, y_sC: Tensor, gates_RC: Tensor, runs: Runs) -> None:
+        kernels.add(x_sC, y_sC, gates_RC, pairs_of(runs, x_sC.shape[0], x_sC.device))
 
     def turn(heads: Heads, out: Heads, q_norm_D: Tensor, k_norm_D: Tensor, rotation: Rotation) -> None:
         kernels.turn(heads[0], out[0], q_norm_D, *rotation)
