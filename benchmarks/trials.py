@@ -41,7 +41,7 @@ from h3dist.model.block import View, run_block
 from h3dist.model.denoiser import Denoiser
 from h3dist.model.linear import linear_of_run
 from h3dist.model.residual import Residual
-from h3dist.model.weights import DenoiserWeights
+from h3dist.model.weights import BlockWeights, DenoiserWeights
 from h3dist.plan import Layout, Plan
 from h3dist.sampling.noise import draw
 from h3dist.topology import Ranks
@@ -271,10 +271,16 @@ def parts(way: Way, denoiser: Denoiser, compiler: str) -> tuple[View, Callable[.
     if way.compiled == "between":
         return compiled_between(view, rows, device, whole), run_block
     if way.compiled == "block":
-        return compilable(view, rows, device), whole(run_block)
+        return compilable(view, rows, device), whole(settled_block)
     if way.compiled == "as it is":
         return view, torch.compile(run_block, dynamic=False, backend=compiler)
     return view, run_block
+
+
+def settled_block(stream: Residual, weights: BlockWeights, table_R6C: Tensor, view: View) -> None:
+    """A block that leaves nothing to be added by the next, so that all of them are one graph."""
+    run_block(stream, weights, table_R6C, view)
+    stream.whole()
 
 
 def evaluation(denoiser: Denoiser, view: View, block: Callable[..., None], video: Tensor, audio: Tensor) -> Tensor:
