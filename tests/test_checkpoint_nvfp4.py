@@ -12,7 +12,7 @@ from safefiles import scalar, write
 from h3dist.checkpoint import formats
 from h3dist.checkpoint.file import TensorFile
 from h3dist.checkpoint.formats import Int8Weight, PlainWeight, take
-from h3dist.checkpoint.nvfp4 import Nvfp4Weight, swizzle, unswizzle
+from h3dist.checkpoint.nvfp4 import WRITTEN, Nvfp4Weight, dense_by_kernel, swizzle, unswizzle
 from h3dist.checkpoint.quantise import e2m1_codes, to_int8, to_nvfp4
 from h3dist.checkpoint.slices import Slice
 from h3dist.checkpoint.storage import Storage, storage_of
@@ -139,6 +139,37 @@ def test_cuda_gives_the_same_values(tmp_path, rows, cols, dtype):
     file, storage = nvfp4(tmp_path, rows, cols)
     weight = storage.read(file, "w")
     assert torch.equal(weight.to("cuda").dense(dtype).cpu(), weight.dense(dtype))
+
+
+@pytest.mark.parametrize(("rows", "cols"), [(16, 16), (208, 336), (112, 48), (113, 16), (250, 90), (32, 48), (128, 16)])
+def test_a_kernel_that_writes_whole_blocks_of_threads_finds_room(tmp_path, rows, cols):
+    file, storage = nvfp4(tmp_path, rows, cols)
+    weight, given = storage.read(file, "w"), []
+
+    def kernel(codes, global_scale, scales, dtype):
+        given.append(codes)
+        assert codes.numel() * 2 % WRITTEN == 0 and scales.shape[0] >= codes.shape[0]
+        return comfy_kitchen.dequantize_nvfp4(codes, global_scale, scales, dtype)
+
+    assert torch.equal(dense_by_kernel(weight, kernel, torch.float32), weight.dense(torch.float32))
+    assert (given[0] is weight.codes) == (weight.codes.numel() * 2 % WRITTEN == 0)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("rows", "cols"), [(16, 16), (208, 336), (112, 48)])
+def test_on_a_gpu_what_lies_behind_a_dense_matrix_stays(tmp_path, rows, cols, dtype):
+    """torch's allocator lays tensors side by side, and a matrix where one of its size has left."""
+    file, storage = nvfp4(tmp_path, rows, cols)
+    weight = storage.read(file, "w").to("cuda")
+    size = weight.dense(dtype).untyped_storage().nbytes()
+    torch.cuda.empty_cache()
+    places = [torch.full((size,), 3, dtype=torch.uint8, device="cuda") for _ in range(8)]
+    behind = places[1::2]
+    del places
+    made = [weight.dense(dtype) for _ in range(4)]
+    assert all(bool((place == 3).all()) for place in behind)
+    assert all(torch.equal(found, made[0]) for found in made)
 
 
 def test_swizzling_is_the_published_index(tmp_path):

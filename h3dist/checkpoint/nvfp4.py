@@ -36,6 +36,9 @@ from h3dist.errors import CheckpointError
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 MAGNITUDES = 0x77  # the bits of a byte's two codes that are not signs
 E4M3_NAN = 0x7F  # all bits but the sign
+WRITTEN = 512  # elements that a block of threads of comfy-kitchen's CUDA kernel writes: 4 each, without a bound
+
+Kernel = Callable[[Tensor, Tensor, Tensor, torch.dtype], Tensor]  # codes, global scale, scales as E4M3, dtype
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,8 +63,7 @@ class Nvfp4Weight(Weight):
         count, width = self.shape
         kernel = _cuda_kernel() if self.codes.is_cuda else None
         if kernel is not None and count and width:
-            scales = self.scales.view(torch.float8_e4m3fn)
-            return kernel(self.codes, self.global_scale, scales, dtype)[:count, :width]
+            return dense_by_kernel(self, kernel, dtype)
         values = torch.tensor(E2M1, device=self.codes.device)
         pairs = torch.stack([values.repeat_interleave(16), values.repeat(16)], dim=1)  # [byte, (high, low)]
         scales = unswizzle(self.scales, self.shape).view(torch.float8_e4m3fn)  # [N, B]
@@ -87,6 +89,22 @@ class Nvfp4Weight(Weight):
             shape=cut.shape(self.shape),
             pre_quant_scale=take_cols(self.pre_quant_scale, cut),
         )
+
+
+def dense_by_kernel(weight: Nvfp4Weight, kernel: Kernel, dtype: torch.dtype) -> Tensor:
+    """The matrix [N, K] in `dtype` by a kernel like comfy-kitchen's on CUDA."""
+    count, width = weight.shape
+    scales = weight.scales.view(torch.float8_e4m3fn)
+    return kernel(in_whole_blocks(weight.codes), weight.global_scale, scales, dtype)[:count, :width]
+
+
+def in_whole_blocks(codes: Tensor) -> Tensor:
+    """Codes with 16 rows of zeros more where comfy-kitchen's kernel (0.2.40) would write past the end of its result.
+
+    Where both sides are odd multiples of 16, its last block of threads has half of its elements left over: 512 bytes of
+    bfloat16 on whatever lies behind. Scales, whose tiles have 128 rows, reach 16 rows further there.
+    """
+    return pad(codes, (0, 0, 0, BLOCK)) if codes.numel() * PAIR % WRITTEN else codes
 
 
 def legal_cols(cut: Slice, shape: tuple[int, int]) -> Range:
@@ -163,7 +181,7 @@ def check_scales(weight: Nvfp4Weight, name: str) -> None:
 
 
 @cache
-def _cuda_kernel() -> Callable[[Tensor, Tensor, Tensor, torch.dtype], Tensor] | None:
+def _cuda_kernel() -> Kernel | None:
     """comfy-kitchen's own CUDA kernel, or None: its other backends round differently."""
     try:
         from comfy_kitchen.exceptions import BackendError
