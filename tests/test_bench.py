@@ -14,6 +14,7 @@ from h3dist.bench import parts, suite, variants
 from h3dist.bench.ratios import ratios
 from h3dist.bench.refresh import read_record, refresh, refreshed, rows_of, written
 from h3dist.bench.spec import SHAPES, Spec, parse_shape
+from h3dist.bench.steps import denoiser_of, random_weights, velocity
 from h3dist.bench.suite import LEFT_OUT, Suite
 from h3dist.bench.summary import summary
 from h3dist.bench.timing import Clock
@@ -26,7 +27,8 @@ from h3dist.plan.wires import Wires
 from h3dist.topology import Ranks
 
 SPEC = Spec(("96x64x5",), size="small", device="cpu", text_rows=20, repeats=2)
-CPU = torch.device("cpu")
+CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
+OFFLOAD = {"fused+ahead": False, "fused": False, "fused, offload": True}
 PARTS = {"weights", "products", "attention.sdpa", "dequantise", "elementwise", "copy", "step"}
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -336,10 +338,45 @@ def test_the_floor_alone_is_beside_steps_done_otherwise():
     assert "| ahead |" in summary(found)
 
 
+def test_blocks_left_in_the_host_s_memory_are_measured_beside_those_on_the_device(monkeypatch):
+    ways = tuple(variants.Variant(name, offload=name == "away") for name in ("here", "away"))
+    monkeypatch.setattr(variants, "choose", lambda names: ways)
+    found = run_suite(replace(SPEC, variants=("all",), floor_only=True, blocks=1, repeats=1))["shapes"][0]
+    assert found["variants"]["away"]["error"] == 0 and "offload" not in found["variants"]["here"]
+    only = run_suite(replace(SPEC, variants=("all",), parts=False, blocks=1, repeats=1))
+    entry = only["shapes"][0]
+    assert entry["parts"].keys() == {"weights.auto", "weights.auto.offload"} and entry["failed"] == {}
+    away = entry["variants"]["away"]
+    assert away["error"] is None and away["offload"]["alone_bytes_per_second"] > 0
+    assert away["offload"]["bytes_per_second"] == pytest.approx(away["offload"]["bytes"] / away["seconds"])
+    assert "away: 0.0" in summary(only) and "with nothing done between" in summary(only)
+
+
+@pytest.mark.gpu
+def test_blocks_left_in_the_host_s_memory_give_the_same_steps_and_take_two_places():
+    with Comm.connect(Ranks(), Layout(), CUDA, backend="auto") as comm:
+        plan = replace(SPEC, blocks=8).plan("96x64x5", Layout(), dtype="bfloat16", capability=None, steps=2)
+        found = [
+            measured_on(variants.Variant("x", fused=True, offload=offload), plan, comm) for offload in (False, True)
+        ]
+    assert torch.equal(found[0][0], found[1][0])
+    assert found[1][1]["peak_bytes"] < found[0][1]["peak_bytes"]
+    assert found[1][1]["resident_bytes"] < 0.6 * found[0][1]["resident_bytes"]
+
+
+def measured_on(variant: variants.Variant, plan, comm) -> tuple[torch.Tensor, dict]:
+    """A velocity and the variant's figures."""
+    weights = random_weights(plan, 0, CUDA, offload=variant.offload)
+    velocity_ = velocity(denoiser_of(weights, plan, comm, fused=variant.fused), plan)
+    return velocity_, variants.measure(variant, weights, plan, comm, 0, velocity_)
+
+
 def test_variants_are_chosen_by_set_or_by_name():
     fp8 = {variant.name for variant in variants.choose(["fp8"])}
     assert len(fp8) == 3 and all(name.startswith("gemm.fp8") for name in fp8)
     assert [v.name for v in variants.choose(["ahead", "fused"])] == ["fused", "ahead"]
     assert variants.choose(["all"]) == variants.ALL and variants.choose([]) == ()
+    assert {v.name: v.offload for v in variants.choose(["offload"])} == OFFLOAD
+    assert not any(variant.offload for variant in variants.choose(["exact", "fp8", "int8"]))
     with pytest.raises(ConfigError, match=r"--variants 'fusd'.*exact.*did you mean"):
         variants.choose(["fusd"])

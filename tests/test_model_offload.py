@@ -51,6 +51,8 @@ def test_every_block_comes_as_it_was(device: str, count: int) -> None:
     wanted = blocks(count)
     offloaded = OffloadedBlocks(iter(wanted), torch.device(device))
     assert len(offloaded) == count
+    sizes = [pack(block, pinned=False).memory.numel() for block in wanted]
+    assert (offloaded.host_bytes, offloaded.device_bytes) == (sum(sizes), 2 * max(sizes))
     for index in [*range(count)] * 3 + [count - 1, 0, 0, count // 2]:
         same(offloaded[index], wanted[index])
     with pytest.raises(IndexError):

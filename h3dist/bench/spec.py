@@ -32,7 +32,7 @@ class Clip:
 class Spec:
     """One benchmark. `limit`: seconds after which no further part is begun. `blocks`: fewer than the model's, in which
     a step is in proportion. `variants`: whole steps done otherwise, see `variants.choose`. `floor_only`: of the parts
-    only what the floor is made of, and no plain step."""
+    only what the floor is made of, and no plain step; `parts`: whether there are any."""
 
     shapes: tuple[str, ...]
     mode: str = "auto"
@@ -48,6 +48,7 @@ class Spec:
     diffusers: bool = False
     variants: tuple[str, ...] = ()
     floor_only: bool = False
+    parts: bool = True
     blocks: int | None = None
     limit: float = 440.0
     seed: int = 0

@@ -19,6 +19,7 @@ from h3dist.comm import Comm
 from h3dist.model.denoiser import Denoiser
 from h3dist.model.fused import choose_elementwise
 from h3dist.model.linear import linear_of_run
+from h3dist.model.offload import OffloadedBlocks
 from h3dist.model.packed import packing
 from h3dist.model.random_weights import random_denoiser, random_modulation
 from h3dist.model.weights import DenoiserWeights, narrow_block
@@ -66,11 +67,14 @@ def random_run(plan: Plan, comm: Comm, device: torch.device, *, seed: int = 0, f
     return denoiser_of(weights, plan, comm, seed=seed, fused=fused, ahead=fused)
 
 
-def random_weights(plan: Plan, rank: int, device: torch.device, *, seed: int = 0) -> DenoiserWeights:
-    """A rank's random NVFP4 weights, rounded where the plan's products take them so."""
+def random_weights(
+    plan: Plan, rank: int, device: torch.device, *, seed: int = 0, offload: bool = False
+) -> DenoiserWeights:
+    """A rank's random NVFP4 weights, rounded where the plan's products take them so, or left in the host's memory."""
     dtype = getattr(torch, plan.dtype)
     weights = random_denoiser(plan.dims, plan.shares[rank], seed=seed, device=device, dtype=dtype)
-    return replace(weights, blocks=tuple(narrow_block(block, plan.gemm, dtype) for block in weights.blocks))
+    blocks = (narrow_block(block, plan.gemm, dtype) for block in weights.blocks)
+    return replace(weights, blocks=OffloadedBlocks(blocks, device) if offload else tuple(blocks))
 
 
 def denoiser_of(
@@ -93,7 +97,7 @@ def denoiser_of(
         exchange,
         backend.build(task, comm.share(backend.probe(task) if comm.rank == 0 else None)),
         _text_rows(plan, seed),
-        packing(linear_of_run(plan, weights, task.capability, exchange, ahead=ahead), plan),
+        packing(linear_of_run(plan, weights, task.capability, exchange, reused=ahead), plan),
         elementwise=choose_elementwise("on" if fused else "off", device),
     )
 
@@ -114,7 +118,7 @@ def run_steps(denoiser: Denoiser, plan: Plan, comm: Comm, *, seed: int = 0) -> M
     seconds, latents = _run(denoiser, plan, device, seed)
     peak = torch.cuda.max_memory_allocated(device) + comm.transport.held if cuda else 0
     sent = {label: count - before[label] for label, count in comm.counted.items()}
-    return Measured(seconds, latents, _kept(denoiser.weights) if cuda else 0, peak, sent)
+    return Measured(seconds, latents, kept_bytes(denoiser.weights) if cuda else 0, peak, sent)
 
 
 def relative_error(found: Tensor, wanted: Tensor) -> float:
@@ -122,9 +126,11 @@ def relative_error(found: Tensor, wanted: Tensor) -> float:
     return ((found - wanted).double().norm() / wanted.double().norm()).item()
 
 
-def _kept(weights: DenoiserWeights) -> int:
-    """Bytes of the weights as they stay resident."""
+def kept_bytes(weights: DenoiserWeights) -> int:
+    """Bytes of the weights as they stay resident on the device."""
     own = [*weights.video_in, *weights.audio_in, *weights.heads, weights.final_norm, weights.inv_freq]
+    if isinstance(weights.blocks, OffloadedBlocks):
+        return sum(part.nbytes for part in own) + weights.blocks.device_bytes
     return sum(part.nbytes for part in (*own, *(part for block in weights.blocks for part in vars(block).values())))
 
 

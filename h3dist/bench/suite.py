@@ -96,7 +96,7 @@ class Suite:
 
     def _shape(self, shape: str) -> dict[str, Any]:
         plan = self._plan(shape)
-        entry = {
+        entry: dict[str, Any] = {
             "shape": shape,
             "rows": plan.rows,
             "blocks": plan.dims.layers,
@@ -110,7 +110,8 @@ class Suite:
             "absent": {},
             "seconds_in": round(time.monotonic() - self.begun, 1),
         }
-        self._measure(plan, entry)
+        if self.spec.parts:
+            self._measure(plan, entry)
         self._free()
         entry["ratios"] = ratios(entry)
         return entry
@@ -147,25 +148,27 @@ class Suite:
         self._do(entry, variant.name, work, into="variants")
 
     def _variants(self, record: dict[str, Any]) -> None:
-        """The exact ones at every shape, then those on weights rounded to fp8, then to int8."""
+        """The exact ones at every shape, on weights rounded to fp8, then to int8, then from the host's memory."""
         asked = variants.choose(self.spec.variants)
-        for gemm in ("auto", *NARROW):
-            chosen = [variant for variant in asked if variant.gemm == gemm]
+        for kept in ((gemm, offload) for offload in (False, True) for gemm in ("auto", *NARROW)):
+            chosen = [variant for variant in asked if variant.kept == kept]
             for entry in record["shapes"] if chosen else ():
-                self._on_weights(entry, gemm, chosen)
+                self._on_weights(entry, chosen)
                 entry["ratios"] = ratios(entry)
                 self.keep(record)
 
-    def _on_weights(self, entry: dict[str, Any], gemm: str, chosen: Sequence[variants.Variant]) -> None:
+    def _on_weights(self, entry: dict[str, Any], chosen: Sequence[variants.Variant]) -> None:
         """Variants that take the same weights, which are gone on return."""
         made: list[tuple[Plan, DenoiserWeights]] = []
+        gemm, offload = chosen[0].kept
 
         def make() -> dict[str, Any]:
             begun, plan = time.monotonic(), self._plan(entry["shape"], gemm)
-            made.append((plan, random_weights(plan, self.comm.rank, self.device, seed=self.spec.seed)))
+            options = {"seed": self.spec.seed, "offload": offload}
+            made.append((plan, random_weights(plan, self.comm.rank, self.device, **options)))
             return {"seconds": time.monotonic() - begun}
 
-        self._do(entry, f"weights.{gemm}", make)
+        self._do(entry, f"weights.{gemm}{'.offload' if offload else ''}", make)
         for plan, weights in made:
             for variant in chosen:
                 self._vary(entry, variant, weights, plan)

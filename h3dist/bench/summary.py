@@ -49,6 +49,10 @@ def _variants(entry: Mapping[str, Any]) -> Iterator[str]:
         cells = [_ms(found["seconds"]), *("" if value is None else f"{value:.3f}" for value in numbers), error, *memory]
         yield f"| {name} | {' | '.join(cells)} |"
     yield ""
+    for name, found in entry["variants"].items():
+        if "offload" in found:
+            moved, rate, alone = (f"{number / 1e9:.4g}" for number in found["offload"].values())
+            yield f"{name}: {moved} GB of blocks a step, at {rate} GB/s; at {alone} with nothing done between"
 
 
 def _flat(found: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:

@@ -13,9 +13,10 @@ from typing import Any
 from torch import Tensor
 
 from h3dist.bench.steps import denoiser_of, relative_error, run_steps, velocity
-from h3dist.bench.timing import Timing
+from h3dist.bench.timing import Clock, Timing
 from h3dist.comm import Comm
 from h3dist.errors import ConfigError, nearest
+from h3dist.model.offload import OffloadedBlocks
 from h3dist.model.weights import DenoiserWeights
 from h3dist.plan import Plan
 
@@ -29,6 +30,12 @@ class Variant:
     gemm: str = "auto"
     fused: bool = False
     ahead: bool = False
+    offload: bool = False
+
+    @property
+    def kept(self) -> tuple[str, bool]:
+        """How its weights are: those that are alike share them."""
+        return self.gemm, self.offload
 
 
 ALL = (
@@ -41,13 +48,15 @@ ALL = (
     Variant("gemm.fp8, fused, sage2", attention="sage2", gemm="fp8", fused=True),
     Variant("gemm.int8", gemm="int8"),
     Variant("gemm.int8, fused, int8", attention="int8", gemm="int8", fused=True),
+    Variant("fused, offload", fused=True, offload=True),  # what runtime.offload=blocks does beside runtime.fused=on
 )
 
 SETS = {
     "all": ALL,
-    "exact": tuple(variant for variant in ALL if variant.gemm == "auto"),
+    "exact": tuple(variant for variant in ALL if variant.kept == ("auto", False)),
     "fp8": tuple(variant for variant in ALL if variant.gemm == "fp8"),
     "int8": tuple(variant for variant in ALL if variant.gemm == "int8"),
+    "offload": tuple(v for v in ALL if v.name in ("fused+ahead", "fused", "fused, offload")),  # with and without
 }
 
 
@@ -67,11 +76,24 @@ def measure(
 ) -> dict[str, Any]:
     """Seconds of the plan's evaluations, bytes at most and at rest, and the error against the `plain` velocity.
 
-    weights: of the variant's own `gemm`, as `plan` says. Every rank must call it.
+    weights: as the variant keeps them. `offload`: what came over the bus in a step. Every rank must call it.
     """
     plan = replace(plan, attention=variant.attention or plan.attention)
     denoiser = denoiser_of(weights, plan, comm, seed=seed, fused=variant.fused, ahead=variant.ahead)
     found = velocity(denoiser, plan, seed=seed)
     measured = run_steps(denoiser, plan, comm, seed=seed)
     made = Timing(measured.seconds[1:]).as_dict(resident_bytes=measured.resident, peak_bytes=measured.peak)
+    if isinstance(weights.blocks, OffloadedBlocks):
+        made["offload"] = carried(weights.blocks, Clock(weights.device, plan.steps - 1), made["seconds"])
     return made | {"error": None if plain is None else relative_error(found, plain)}
+
+
+def carried(blocks: OffloadedBlocks, clock: Clock, step: float) -> dict[str, float]:
+    """Bytes of all blocks, which come in every step, of `step` seconds; how many a second, then and `alone`."""
+
+    def work() -> None:
+        for index in range(len(blocks)):
+            blocks[index]
+
+    count, alone = blocks.host_bytes, clock.time(work).median
+    return {"bytes": count, "bytes_per_second": count / step, "alone_bytes_per_second": count / alone}

@@ -29,12 +29,17 @@ def bench(
     variants: Annotated[
         list[str] | None,
         typer.Option(
-            "--variants", metavar="all|exact|fp8|int8|NAME", help="Also whole steps done otherwise; may be repeated."
+            "--variants",
+            metavar="all|exact|fp8|int8|offload|NAME",
+            help="Also whole steps done otherwise; may be repeated.",
         ),
     ] = None,
     floor_only: Annotated[
         bool, typer.Option("--floor-only", help="Of the parts only products and exact attention, and no plain step.")
     ] = False,
+    parts: Annotated[
+        bool, typer.Option("--parts/--no-parts", help="Take a step apart, or only time whole ones.")
+    ] = True,
     blocks: Annotated[int | None, typer.Option("--blocks", min=1, help="Of the model, fewer than its 50.")] = None,
     limit: Annotated[float, typer.Option("--limit", metavar="S", help="Begin no part after S seconds.")] = 440.0,
     out: Annotated[str | None, typer.Option("--out", metavar="FILE", help="Write the figures as JSON.")] = None,
@@ -68,7 +73,8 @@ def bench(
     spec = Spec(
         shapes=tuple(shape or default_shapes(size)), mode=mode, sp=sp, tp=tp, size=size, dtype=dtype, device=device,
         backend=backend, attention=attention or "sdpa", text_rows=text_rows, repeats=repeats, diffusers=diffusers,
-        variants=tuple(variants or ()), floor_only=floor_only, blocks=blocks, limit=limit,
+        variants=tuple(variants or ()), floor_only=floor_only, parts=parts, blocks=blocks,
+        limit=limit,
     )  # fmt: skip
     with TemporaryDirectory(prefix="h3dist-bench-") as folder:
         path = Path(out).absolute() if out else Path(folder) / "bench.json"

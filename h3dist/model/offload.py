@@ -93,6 +93,16 @@ class OffloadedBlocks(Sequence[Any]):
                 place.record_stream(self._side)  # not given to others while the last copy runs
         self._arrived = [torch.cuda.Event() if cuda else None for _ in range(2)]
 
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of all blocks in the host's memory, which come to the device in every step."""
+        return sum(packed.memory.numel() for packed in self._home)
+
+    @property
+    def device_bytes(self) -> int:
+        """Bytes of the two places on the device."""
+        return sum(place.numel() for place in self._places)
+
     def __len__(self) -> int:
         return len(self._home)
 
