@@ -37,7 +37,7 @@ from h3dist.provenance import commit, versions_of
 from h3dist.tiles import HEAD, TAIL, cut_video, even_batch
 from h3dist.vae import VideoVae
 from h3dist.vae.fast import FastDecoder
-from h3dist.vae.video import to_frames
+from h3dist.vae.frames import to_levels
 
 BEGUN = time.monotonic()
 TINY_SHAPE, WAYS_SHAPE, WHOLE_SHAPE = "64x64x39", "1344x768x39", "1344x768x124"
@@ -154,7 +154,7 @@ def clip_row(name: str, work: Callable[[], Any], repeats: int, wanted: Tensor | 
         given = work()
         synchronise()
         first, memory = time.perf_counter() - begun, peak()
-        frames = to_frames(given.float()) if isinstance(given, Tensor) else torch.cat(given)
+        frames = to_levels(given.float()).cpu() if isinstance(given, Tensor) else torch.cat(given)
         synchronise()
         del given
         error, equal = (None, None) if wanted is None else compared(frames[None], wanted[None])

@@ -43,7 +43,7 @@ from h3dist.spread import Extra, Schedule, makespan, spread
 from h3dist.tiles import Cuts, cut_video
 from h3dist.topology import Ranks
 from h3dist.vae import VideoVae
-from h3dist.vae.video import finish
+from h3dist.vae.frames import finish
 
 RESULTS = Path(__file__).parent / "results"
 COUNTS = range(1, 9)

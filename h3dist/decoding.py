@@ -28,7 +28,8 @@ from h3dist.site import all_cores
 from h3dist.spread import Schedule
 from h3dist.tiles import Cuts
 from h3dist.vae import AudioVae, VideoVae
-from h3dist.vae.video import check_latents, finish, tile_dtype
+from h3dist.vae.frames import finish
+from h3dist.vae.video import check_latents, tile_dtype
 
 
 class Vaes(NamedTuple):
@@ -94,7 +95,8 @@ def decode_together(clean: Clean, comm: Comm, cuts: Cuts, schedule: Schedule) ->
     """Rank 0's part where all decode. Raises as the VAEs do, and what stops another rank."""
     check_latents(clean.video)
     sound = hand_in_sound(clean, comm, schedule)
-    frames = finish(_one_by_one(decode_tiles(clean, comm, schedule, cuts)), cuts)
+    tiles = _one_by_one(decode_tiles(clean, comm, schedule, cuts))
+    frames = finish(tiles, cuts, ahead=clean.device.type == "cuda")
     begun = time.perf_counter()
     first = next(frames)  # before the sound, so that nobody waits for rank 0's own tiles meanwhile
     spent = time.perf_counter() - begun

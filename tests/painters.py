@@ -22,7 +22,8 @@ from h3dist.geometry import align_frames
 from h3dist.plan import DECODE_LABELS, Layout, Plan, make_plan, schedule_decode
 from h3dist.request import Resolved
 from h3dist.tiles import HEAD, TAIL, Job, cut_video
-from h3dist.vae.video import finish, tile_dtype
+from h3dist.vae.frames import finish
+from h3dist.vae.video import tile_dtype
 
 DIMS = DenoiserDims(
     hidden=160, heads=14, head_dim=32, ffn=1024, layers=1, refiner_layers=1, text_dim=96, video_channels=24,

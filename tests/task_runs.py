@@ -148,7 +148,7 @@ def output_errors(
     """Relative errors of frames in [0, 1], before they are rounded to levels, and of the sound; decoded on `device`."""
     from h3dist.tiles import cut_video
     from h3dist.vae.blend import blend
-    from h3dist.vae.video import PIXEL_MEAN, PIXEL_STD
+    from h3dist.vae.frames import PIXEL_MEAN, PIXEL_STD
 
     files = (str(paths[f"{kind}_vae{end}"]) for kind in ("video", "audio") for end in ("", "_config"))
     vae, audio_vae = decoders(device, *files)

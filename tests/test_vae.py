@@ -13,7 +13,8 @@ from h3dist.geometry import latent_frames, legal_frames
 from h3dist.tiles import cut_video
 from h3dist.vae import AudioVae, VideoVae, released
 from h3dist.vae.blend import blend
-from h3dist.vae.video import PIXEL_MEAN, PIXEL_STD, _half_dtype, to_frames
+from h3dist.vae.frames import PIXEL_MEAN, PIXEL_STD, to_levels
+from h3dist.vae.video import _half_dtype
 from h3dist.vae.weights import read_config, read_statistics
 
 VIDEO = {
@@ -154,7 +155,7 @@ def test_levels_are_clamped_and_rounded_not_truncated():
     mean, std = torch.tensor(PIXEL_MEAN), torch.tensor(PIXEL_STD)
     wanted = torch.tensor([-0.5, 0.0, 0.4 / 255, 0.6 / 255, 100.4 / 255, 100.6 / 255, 1.0, 7.0])
     raw = (wanted.view(1, -1) - mean.view(3, 1)) / std.view(3, 1)
-    levels = to_frames(raw.view(3, -1, 1, 1))
+    levels = to_levels(raw.view(3, -1, 1, 1))
     assert levels[:, 0, 0].tolist() == [[v] * 3 for v in (0, 0, 0, 1, 100, 101, 255, 255)]
 
 

@@ -1,12 +1,15 @@
 """Tiles faded in place are the bits of tiles faded into new ones, and frames keep their levels."""
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 from torch import Tensor
 
+from h3dist.errors import NumericsError
 from h3dist.tiles import Axis, Cuts, cut_video
 from h3dist.vae.blend import blend
-from h3dist.vae.video import PIXEL_MEAN, PIXEL_STD, late, to_frames
+from h3dist.vae.frames import PIXEL_MEAN, PIXEL_STD, finish, late, leave, to_levels
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
@@ -69,17 +72,35 @@ def test_frames_are_the_levels_of_the_plain_arithmetic(device):
     before = raw.clone()
     mean, std = (torch.tensor(values, device=device).view(3, 1, 1, 1) for values in (PIXEL_MEAN, PIXEL_STD))
     wanted = (raw * std + mean).clamp(0, 1).mul(255).round().to(torch.uint8).permute(1, 2, 3, 0).cpu()
-    found = waited_for(to_frames(raw))
+    assert torch.equal(to_levels(raw).cpu(), wanted)
+    found = leave(raw).arrived()
     assert torch.equal(found, wanted) and found.is_contiguous() and torch.equal(raw, before)
     assert found.is_pinned() == (device == "cuda")
-    other = waited_for(to_frames(raw.neg()))
+    other = leave(raw.neg()).arrived()
     assert torch.equal(found, wanted) and not torch.equal(other, wanted), "a chunk that is in use stays"
 
 
-def waited_for(frames: Tensor) -> Tensor:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-    return frames
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_chunk_is_handed_out_once_the_next_is_begun_and_told_of_where_it_is_not_finite(device):
+    cuts, begun = cut_video(17, 2, 18), []  # three chunks of two tiles
+
+    def tiles(wrong: int | None = None) -> Iterator[Tensor]:
+        for index, _ in enumerate(cuts.jobs()):
+            begun.append(index)
+            tile = torch.randn(3, 22, 32, 256, generator=torch.Generator().manual_seed(index)).to(device)
+            yield tile * torch.inf if index == wrong else tile
+
+    wanted = list(finish(tiles(), cuts))
+    assert [len(frames) for frames in wanted] == [17, 17, 22]
+    begun.clear()
+    frames = finish(tiles(), cuts, ahead=1)
+    first = next(frames)
+    assert begun == [0, 1, 2, 3]
+    assert all(map(torch.equal, [first, *frames], wanted))
+    frames = finish(tiles(wrong=5), cuts, ahead=1)
+    assert torch.equal(next(frames), wanted[0]) and torch.equal(next(frames), wanted[1])
+    with pytest.raises(NumericsError, match="frames 34 to 55"):
+        next(frames)
 
 
 def test_tiles_come_late_but_in_order():

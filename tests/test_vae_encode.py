@@ -12,7 +12,7 @@ from h3dist.conditions import Condition
 from h3dist.errors import NumericsError
 from h3dist.vae import AudioVae, VideoVae
 from h3dist.vae.encode import encode_clip, encode_frames, to_pixels
-from h3dist.vae.video import PIXEL_MEAN, PIXEL_STD
+from h3dist.vae.frames import PIXEL_MEAN, PIXEL_STD
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),

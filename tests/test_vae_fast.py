@@ -18,7 +18,8 @@ from h3dist.tiles import cut_video
 from h3dist.vae import VideoVae, forms
 from h3dist.vae.fast import FastDecoder
 from h3dist.vae.forms import PLAIN, Turns
-from h3dist.vae.video import _build, _wanted, finish
+from h3dist.vae.frames import finish
+from h3dist.vae.video import _build, _wanted, under
 from h3dist.vae.weights import read_config
 
 INTERPRETED = importlib.util.find_spec("triton") is not None and os.environ.get("TRITON_INTERPRET") == "1"
@@ -119,6 +120,28 @@ def test_frames_do_not_depend_on_the_number_of_ranks(device):
     assert set(calls) == {2}, "the last call of a chunk is filled up"
     plain = torch.cat(list(replace(vae, fast=None).decode(latents))).int()
     assert (plain - wanted.int()).abs().max() <= (0 if device == "cpu" else 2)
+
+
+@pytest.mark.gpu
+def test_the_host_waits_for_nothing_but_a_chunk_of_frames():
+    vae, latents = random_vae(SIZES[1], "cuda"), draw(1, 24, 17, 2, 54).cuda()
+    vae = replace(vae, fast=FastDecoder.of(vae.parts, vae.device))
+    wanted = list(vae.decode(latents, 3))  # kernels are compiled here
+    restored, cuts = vae.statistics.restore(latents), cut_video(*latents.shape[2:])
+    tiles = (tile for jobs in cuts.calls(3) for tile in vae.decode_jobs(restored, jobs, 3))
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        found = list(finish(tiles, cuts, ahead=1))
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert all(map(torch.equal, found, wanted))
+
+
+@pytest.mark.parametrize(("T", "h", "w"), [(2, 3, 4), (12, 18, 54)])
+def test_a_tile_is_made_of_the_latents_under_it(T, h, w):
+    latents = draw(1, 24, T, h, w)
+    for job in cut_video(T, h, w).jobs():
+        assert torch.equal(under(latents, job), latents[:, :, list(job.latents), slice(*job.rows), slice(*job.cols)])
 
 
 @pytest.mark.gpu

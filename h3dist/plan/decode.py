@@ -157,10 +157,10 @@ def _sent(plan: "Plan", decode: DecodePlan, rank: int) -> dict[str, int]:
 
 
 def _alone_memory(plan: "Plan", decode: DecodePlan) -> tuple[dict[str, int], ...]:
-    """Of every rank at each stage where rank 0 decodes: it holds the tiles of a call, and on a GPU those of the chunk
-    before as well."""
+    """Of every rank at each stage where rank 0 decodes: beside a chunk's pictures it holds the tiles of a call, and
+    the two rows of them that are being faded."""
     cuts = _cut(plan.geometry)
-    tiles = decode.batch + cuts.tiles * (decode.device == "cuda")
+    tiles = decode.batch + 2 * len(cuts.cols.starts)
     extra = decode.batch * TILE_WORK + tiles * _tile_bytes(cuts, decode.device)
     return tuple(
         stages | {"decode": stages["decode"] + (share.rank % plan.layout.ranks == 0) * extra}

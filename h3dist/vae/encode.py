@@ -13,7 +13,8 @@ from h3dist.errors import NumericsError
 from h3dist.geometry import CHUNK_FRAMES, CHUNK_LATENTS, TAIL_LATENTS
 from h3dist.tiles import cut_axis
 from h3dist.vae.blend import stitch
-from h3dist.vae.video import PIXEL_MEAN, PIXEL_STD, VideoVae
+from h3dist.vae.frames import PIXEL_MEAN, PIXEL_STD
+from h3dist.vae.video import VideoVae
 from h3dist.vae.weights import Statistics
 
 SAMPLE_SEED = 42  # of the official posterior sample, whatever the request's own seed

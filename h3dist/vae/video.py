@@ -1,12 +1,11 @@
 """The video VAE: latents to frames in diffusers' modules, with our own driver of chunks and tiles.
 
 Decoding is three steps that can live on different ranks: cut (`h3dist.tiles`), decode jobs, one or a fixed number
-a call (`decode_jobs`, the only step that needs weights), blend the results in serial order (`finish`).
+a call (`decode_jobs`, the only step that needs weights), blend the results in serial order (`frames.finish`).
 """
 
 import math
-from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,19 +15,15 @@ from torch import nn
 
 from h3dist.errors import ConfigError, NumericsError, RequestError
 from h3dist.geometry import CHUNK_FRAMES, CHUNK_LATENTS, LATENT_PIXELS, TAIL_LATENTS, VIDEO_CHANNELS
-from h3dist.tiles import HEAD, RAW_FRAMES, TAIL, Cuts, Job, cut_video
+from h3dist.tiles import HEAD, RAW_FRAMES, TAIL, Job, cut_video
 from h3dist.vae import released
-from h3dist.vae.blend import blend
 from h3dist.vae.exact import exact_convolutions
 from h3dist.vae.fast import FastDecoder
+from h3dist.vae.frames import finish
 from h3dist.vae.weights import Statistics, fill, keep_float32, read_config, read_statistics, stored_statistics
 
 if TYPE_CHECKING:
     from h3dist.checkpoint.comfy import StateFile
-
-# The decoder speaks in ImageNet-normalised RGB over [0, 1] (diffusers AutoencoderKLMiniMaxH3).
-PIXEL_MEAN = (0.485, 0.456, 0.406)
-PIXEL_STD = (0.229, 0.224, 0.225)
 
 
 @dataclass(frozen=True)
@@ -100,7 +95,7 @@ class VideoVae:
         check_latents(latents)
         restored, cuts = self.statistics.restore(latents), cut_video(*latents.shape[2:])
         tiles = (tile for jobs in cuts.calls(batch) for tile in self.decode_jobs(restored, jobs, batch))
-        return finish(late(tiles, cuts.tiles) if self.device.type == "cuda" else tiles, cuts)
+        return finish(tiles, cuts, ahead=self.device.type == "cuda")
 
     def decode_job(self, latents: torch.Tensor, job: Job) -> torch.Tensor:
         """One tile of one chunk, as `decode_jobs`."""
@@ -114,7 +109,7 @@ class VideoVae:
         17 and the 5 of its tail; the others of the decoder's 28 are never used.
         """
         filled = [*jobs, *[jobs[-1]] * (batch - len(jobs))]
-        tiles = torch.cat([latents[:, :, list(j.latents), slice(*j.rows), slice(*j.cols)] for j in filled])
+        tiles = torch.cat([under(latents, job) for job in filled])
         return (self.fast or self._by_modules)(tiles)[: len(jobs)].unbind(0)
 
     def _by_modules(self, tiles: torch.Tensor) -> torch.Tensor:
@@ -134,6 +129,15 @@ class VideoVae:
         return torch.autocast(self.device.type, torch.float16, enabled=self.device.type == "cuda")
 
 
+def under(latents: torch.Tensor, job: Job) -> torch.Tensor:
+    """The latents [1, 24, 7, y, x] that a tile is made of; by slices, since places in a list would be copied to a GPU,
+    which waits for all that it has to do."""
+    begin, end = job.latents[0], job.latents[-1] + 1
+    tile = latents[:, :, begin:end, slice(*job.rows), slice(*job.cols)]
+    again = len(job.latents) - tile.shape[2]  # the last one, where the video has no more
+    return torch.cat([tile, *[tile[:, :, -1:]] * again], dim=2) if again else tile
+
+
 def check_latents(latents: torch.Tensor) -> None:
     """Refuse what is not the denoiser's [1, 24, T, h, w]: RequestError for the shape, NumericsError for NaN."""
     if latents.ndim != 5 or latents.shape[:2] != (1, VIDEO_CHANNELS):
@@ -145,47 +149,6 @@ def check_latents(latents: torch.Tensor) -> None:
 def tile_dtype(device: torch.device) -> torch.dtype:
     """What a decoder on `device` gives."""
     return torch.float16 if device.type == "cuda" else torch.float32
-
-
-def finish(tiles: Iterable[torch.Tensor], cuts: Cuts) -> Iterator[torch.Tensor]:
-    """Frames uint8 [f, H, W, 3] on the CPU, a chunk at a time, from the results of `cuts.jobs()` in that order.
-
-    Raises NumericsError, at its chunk, for NaN or infinity.
-    """
-    start = 0
-    for raw in blend(tiles, cuts):
-        stop = start + raw.shape[1]
-        frames = to_frames(raw)
-        if not torch.isfinite(raw).all():  # waits for a GPU, so that the frames are there too
-            raise NumericsError(f"the video VAE gave NaN or infinity in frames {start} to {stop - 1}")
-        yield frames
-        start = stop
-
-
-def to_frames(raw: torch.Tensor) -> torch.Tensor:
-    """uint8 [f, H, W, 3] on the CPU from decoded float32 [3, f, H, W], rounded to the nearest level.
-
-    From a GPU they come into pinned memory, which torch keeps and gives to a later chunk (a copy into new memory takes
-    longer than all before it), and are there once its stream was waited for.
-    """
-    mean, std = (raw.new_tensor(values).view(3, 1, 1, 1) for values in (PIXEL_MEAN, PIXEL_STD))
-    levels = (raw * std).add_(mean).clamp_(0, 1).mul_(255).round_()
-    frames = torch.empty((*levels.shape[1:], 3), dtype=torch.uint8, device=raw.device)
-    frames.permute(3, 0, 1, 2).copy_(levels)
-    if not raw.is_cuda:
-        return frames
-    return torch.empty(frames.shape, dtype=torch.uint8, pin_memory=True).copy_(frames, non_blocking=True)
-
-
-def late(tiles: Iterable[torch.Tensor], count: int) -> Iterator[torch.Tensor]:
-    """The same tiles, each after `count` more were begun: so a GPU has work while the host waits for frames."""
-    held: deque[torch.Tensor] = deque()
-    for tile in tiles:
-        held.append(tile)
-        if len(held) > count:
-            yield held.popleft()
-    while held:
-        yield held.popleft()
 
 
 def _check_geometry(settings: dict[str, Any]) -> None:
