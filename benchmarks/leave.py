@@ -63,7 +63,7 @@ class Blow:
 def strike(matrix: Matrix, planned: Planned, how: str, settled: float) -> tuple[Outcome, float | None]:
     """Run a cell and strike its last rank; how it ended, and seconds from the blow until no process was left."""
     folder, ranks = run_folder(), planned.cell.ranks
-    start = matrix.start(planned, folder)
+    start = matrix.start([planned], folder, None)
     blow = Blow(folder / "status", ranks, ranks - 1, SIGNALS[how], settled)
     try:
         outcome = launch_ranks(

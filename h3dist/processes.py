@@ -47,13 +47,14 @@ def launch_ranks(
     environ: Mapping[str, str],
     log: Path,
     limit: float = float("inf"),
+    meanwhile: Callable[[], object] = lambda: None,
 ) -> Outcome:
     """Run `command`, which starts `world` ranks that report to `status_dir` (made here), to its end.
 
     SIGINT, SIGTERM and SIGHUP are forwarded to it. What still runs 8 s after the first failure, death or
     signal is killed, at a second signal at once, and so is a run of more than `limit` seconds; then the
     temporary files `parts` are removed. No process of the run is left on return. `log` is torchrun's own, for
-    the signal that killed a rank.
+    the signal that killed a rank. `meanwhile` is called some times a second while it runs.
     """
     status_dir.mkdir()
     received: list[int] = []
@@ -62,7 +63,7 @@ def launch_ranks(
             command, stdin=subprocess.DEVNULL, start_new_session=True, env={**os.environ, **environ}
         )
         try:
-            culprit = _watch(process, status_dir, world, received, time.monotonic() + limit)
+            culprit = _watch(process, status_dir, world, received, time.monotonic() + limit, meanwhile)
             overdue = process.poll() is None and culprit is None and not received
         finally:
             end_ranks(process, status_dir, world)
@@ -95,12 +96,18 @@ def leave(number: int, frame: FrameType | None) -> NoReturn:
 
 
 def _watch(
-    process: subprocess.Popen[bytes], status_dir: Path, world: int, received: list[int], deadline: float
+    process: subprocess.Popen[bytes],
+    status_dir: Path,
+    world: int,
+    received: list[int],
+    deadline: float,
+    meanwhile: Callable[[], object],
 ) -> Status | None:
     """Wait for the command's end, or until its time is up. Gives the rank that failed first, if one did."""
     culprit, forwarded = None, 0
     while process.poll() is None and time.monotonic() < deadline:
         time.sleep(LOOK_SECONDS)
+        meanwhile()
         if not forwarded:
             culprit = culprit or first_culprit(status_dir, world)
         if culprit or received or _all_done(status_dir, world):

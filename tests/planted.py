@@ -31,13 +31,15 @@ def planting(config, words, parts):
 
     real = starter(config, words)
 
-    def start(planned, folder):
-        begun, cell = real(planned, folder), planned.cell
+    def start(batch, folder, until):
+        begun, planned = real(batch, folder, until), batch[0]
+        cell = planned.cell
         part, limit = parts.get(f"{cell.asked} {cell.ranks}", parts.get("*", (None, None)))
         if part is None:
             return begun
         if part == "figures":
-            make_up(planned.plan, folder)
+            for each in batch:
+                make_up(each.plan, folder, folder / each.cell.key)
         played = torchrun(folder, cell.ranks, "planted", [part, str(folder / "cell.json")], terminal=False)
         commands = {
             "figures": ["cp", *map(str, folder.glob("rank*.json")), str(folder / "status")],
@@ -59,8 +61,8 @@ def run_planted(overrides, parts):
     return run_matrix(config, words, planting(config, words, parts))
 
 
-def make_up(plan, folder):
-    """What the ranks of a plan might have left in `folder`, and their last words."""
+def make_up(plan, folder, home):
+    """What the ranks of a plan might have left in `home`, and their last words in `folder`."""
     import numpy
     from safetensors.numpy import save_file
 
@@ -76,8 +78,8 @@ def make_up(plan, folder):
         }
         for rank, share in enumerate(plan.shares)
     ]
-    (folder / "result.json").write_text(json.dumps({"plan_digest": plan.digest, "ranks": reports}))
-    save_file({"latents": numpy.full(8, 1 + 1e-3 * (plan.layout.tp - 1), "float32")}, folder / "latents.safetensors")
+    (home / "result.json").write_text(json.dumps({"plan_digest": plan.digest, "ranks": reports}))
+    save_file({"latents": numpy.full(8, 1 + 1e-3 * (plan.layout.tp - 1), "float32")}, home / "latents.safetensors")
     for rank in range(ranks):
         (folder / f"rank{rank}.json").write_text(json.dumps(asdict(Status(rank, pid=1, born=-1, state=DONE))))
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 from hashlib import sha256
 from itertools import combinations
 from pathlib import Path
+from types import SimpleNamespace
 
 import jsonschema
 import pytest
@@ -16,6 +17,7 @@ from h3dist import matrix, provenance
 from h3dist.cli.commands import main
 from h3dist.config import conf_dir
 from h3dist.errors import ConfigError, OutputError, RequestError
+from h3dist.matrix import cell as rank_of_cells
 from h3dist.matrix import environment, results, scaling
 from h3dist.matrix.cells import Cell
 from h3dist.matrix.clip_run import clip_settings
@@ -121,7 +123,7 @@ def test_a_signal_stops_the_matrix_and_not_its_file(run):
 
 
 def test_what_cannot_be_read_back_fails_one_cell_alone(run, monkeypatch):
-    monkeypatch.setattr(matrix.run.parity, "fingerprint", lambda path: (_ for _ in ()).throw(OutputError("no disk")))
+    monkeypatch.setattr(matrix.batch.parity, "fingerprint", lambda path: (_ for _ in ()).throw(OutputError("no disk")))
     code, document = run("layouts=[ulysses]")
     assert code == 1
     assert set(states(document).values()) == {"failed"}
@@ -206,7 +208,8 @@ def test_ranks_take_the_gpus_that_the_planner_gives_them(monkeypatch, tmp_path):
     monkeypatch.setattr("h3dist.planner.read_topology", lambda: Topology((), links, 0, 0))
     config, words = compose_matrix(["shapes=[864x480x141]", "layouts=[2x2,ulysses]", "worlds=[4]"])
     matrix = prepare(config, words, tmp_path / "m.json")
-    pairs, rows = (matrix.start(planned, tmp_path).environ.get("CUDA_VISIBLE_DEVICES") for planned in matrix.cells)
+    starts = (matrix.start([planned], tmp_path, None) for planned in matrix.cells)
+    pairs, rows = (start.environ.get("CUDA_VISIBLE_DEVICES") for start in starts)
     assert (pairs, rows) == ("GPU-0,GPU-2,GPU-1,GPU-3", None)
     record = waiting(matrix.cells[0])["predicted"]
     assert record["gpus"] == [0, 2, 1, 3]
@@ -255,6 +258,61 @@ def test_ways_to_move_heads_are_an_axis(run):
     assert all(entry["speedup"] for entry in document["summary"])
     rows = load(Path("m.json")).rows
     assert {row.layout for row in rows} == {"ulysses", "ulysses hidden/2", "ulysses auto", "tensor"}
+
+
+LISTED = [
+    "64x64x5/3 ulysses 2 heads/2",
+    "64x64x5/3 single 1",
+    "64x64x22/2 ulysses 2 hidden/3+auto",
+    "64x64x5/3 tensor 2",
+    "64x64x5/3 ulysses 2",
+]
+
+
+def test_cells_may_be_listed_and_share_a_start(run, monkeypatch):
+    """Batches in the order of their first cell, each cell with its own evaluations; gains over one rank of its own."""
+    begun, make = [], matrix.batch.run_folder
+    monkeypatch.setattr(matrix.batch, "run_folder", lambda: begun.append(1) or make())
+    code, document = run("cells=[" + ",".join(f"'{each}'" for each in LISTED) + "]", "together=true")
+    assert code == 0 and document["finished"] and document["matrix"]["cells"] == LISTED and len(begun) == 3
+    cells = document["cells"]
+    assert [cell["state"] for cell in cells] == ["done"] * 5
+    assert [cell["settings"]["steps"] for cell in cells] == [3, 3, 2, 3, 3]
+    assert [cell["exchange"] for cell in cells] == ["heads/2", "heads", "hidden/3+auto", "heads", "heads"]
+    assert [cell["speedup"] is None for cell in cells] == [False, False, True, False, False]
+    code, document = run("cells=['64x64x5/3 single 1','64x64x5/3 ulysses 2 hidden']", "together=true")
+    assert code == 0 and len(begun) == 4, "what is done is not run again"
+
+
+def test_one_that_fails_in_a_start_takes_no_other_with_it(run):
+    words = "layouts=[ulysses]", "worlds=[2]", "exchanges=[heads,hidden]", "together=true"
+    code, document = run(*words, parts={"*": ("lost", 60)})
+    assert code == 1 and [cell["state"] for cell in document["cells"]] == ["failed"] * 2
+
+
+def test_what_does_not_fit_the_time_is_left_for_the_next_matrix(run, monkeypatch):
+    with monkeypatch.context() as patched:
+        patched.setattr(matrix.batch, "LEAST_SECONDS", 1e6)
+        code, document = run("layouts=[ulysses]", "total_seconds=30")
+    assert code == 75 and set(states(document).values()) == {"pending"} and not document["finished"]
+    code, document = run("layouts=[ulysses]")
+    assert code == 0 and set(states(document).values()) == {"done"}
+
+
+def test_ranks_begin_no_cell_that_would_not_end_in_time(monkeypatch):
+    """The first always; another by what is predicted and what that came to before: here twice as much."""
+    now = [0.0]
+    monkeypatch.setattr(rank_of_cells, "time", SimpleNamespace(time=lambda: now[0]))
+    alone = SimpleNamespace(share=lambda value: value)
+    cells = [{"expected": seconds} for seconds in (10.0, 16.0, 14.0, 1.0)]
+    begun = []
+    for _, plan in rank_of_cells.in_time(alone, {"cells": cells, "until": 60.0}, list("abcd")):
+        begun.append(plan)
+        now[0] += rank_of_cells.LOAD_SECONDS + 2 * cells["abcd".index(plan)]["expected"]
+    assert begun == ["a", "c"] and now[0] == 58.0
+    assert len(list(rank_of_cells.in_time(alone, {"cells": cells, "until": None}, list("abcd")))) == 4
+    follower = SimpleNamespace(share=lambda value: False)
+    assert not list(rank_of_cells.in_time(follower, {"cells": cells, "until": None}, list("abcd")))
 
 
 def test_a_cell_keeps_the_key_that_it_had_before_there_were_exchanges():
@@ -308,6 +366,10 @@ def test_scaling_is_the_default_and_its_runs_take_the_rest():
         ("size=smal", "did you mean 'small'"),
         ("worlds=[0]", "above 0"),
         ("worlds=[]", "no cells"),
+        ("cells=['64x64x5 ulysses']", "SHAPE[/STEPS] LAYOUT RANKS [EXCHANGE]"),
+        ("cells=['64x64x5 ulises 2']", "did you mean 'ulysses'"),
+        ("cells=['64x64x5 ulysses 2 head']", "did you mean 'heads'"),
+        ("total_seconds=0", "above 0"),
         ("worlds=1,2", "[brackets]"),
         ("cell_seconds=nan", "above 0"),
         ("parallel=tensor", "use layouts="),

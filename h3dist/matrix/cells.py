@@ -2,21 +2,19 @@
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import product
 from typing import TYPE_CHECKING, Any
 
 from h3dist.config import Config
 from h3dist.errors import ConfigError, PlanError
-from h3dist.matrix.config import MatrixConfig, Shape
+from h3dist.matrix.config import PLAINLY, Listed, MatrixConfig, Shape
 from h3dist.plan import Layout, Plan, make_layout
 from h3dist.planner import Decision
 
 if TYPE_CHECKING:
     from h3dist.checkpoint.comfy import DenoiserDims
-
-PLAINLY = "heads"  # the word for the plain exchange
 
 
 @dataclass(frozen=True)
@@ -64,10 +62,34 @@ class Planned:
 
 
 def cells_of(config: MatrixConfig, settings: Mapping[str, Any]) -> Iterator[Cell]:
-    """Every cell, baselines first; a repeat begins when all cells have run once more."""
+    """Every cell, baselines first, or those that are listed; a repeat begins when all cells have run once more."""
+    if config.cells:
+        yield from _listed(config, settings)
+        return
     axes = (range(1, config.repeats + 1), config.shapes, sorted(set(config.worlds)), config.layouts, config.exchanges)
     for repeat, shape, ranks, asked, exchange, attention in product(*axes, config.attentions):
         yield Cell(Shape.of(shape), asked, ranks, attention, repeat, settings, exchange)
+
+
+def _listed(config: MatrixConfig, settings: Mapping[str, Any]) -> Iterator[Cell]:
+    """The cells that `cells` names, in its order."""
+    listed = [Listed.of(text) for text in config.cells]
+    for repeat, each, attention in product(range(1, config.repeats + 1), listed, config.attentions):
+        own = {**settings, "steps": each.steps} if each.steps else settings
+        yield Cell(each.shape, each.asked, each.ranks, attention, repeat, own, each.exchange)
+
+
+def batches(cells: Iterable[Planned], *, together: bool) -> list[tuple[Planned, ...]]:
+    """The cells that one start of ranks runs, one after the other: one, or `together` all of a layout on the same GPUs.
+
+    In the order of the first of each; cells that cannot run are alone.
+    """
+    found: dict[object, list[Planned]] = {}
+    for number, planned in enumerate(cells):
+        shared = together and planned.decision is not None
+        key = (planned.plan.layout, planned.decision.visible) if shared and planned.decision else number
+        found.setdefault(key, []).append(planned)
+    return [tuple(batch) for batch in found.values()]
 
 
 def layout_of(cell: Cell, dims: "DenoiserDims") -> Layout:

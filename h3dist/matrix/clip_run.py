@@ -66,8 +66,10 @@ def start_clip(planned: Planned, config: MatrixConfig, words: Sequence[str], fol
     return Start(command, config.cell_seconds, ranks_environ(config, planned, folder), parts)
 
 
-def read_clip(folder: Path) -> dict[str, Any]:
-    """The sidecar's figures, as a cell's. Loading is part of the stage "encode"; stages are rank 0's."""
+def read_clip(folder: Path) -> dict[str, Any] | None:
+    """The sidecar's figures, as a cell's; None before there is one. Stages are rank 0's, loading in "encode"."""
+    if not (folder / "clip.json").is_file():
+        return None
     told = json.loads((folder / "clip.json").read_text(encoding="utf-8"))
     return figures(told)
 

@@ -10,6 +10,7 @@ from h3dist.plan import MODES
 from h3dist.plan.exchange import AUTO, open_exchanges
 
 SIZES = ("released", "small")
+PLAINLY = "heads"  # the word for the plain exchange
 NAMED = tuple(mode for mode in MODES if mode != "auto")
 BY_CELLS = {  # what the cells decide, and the key that says it for all of them
     "parallel": "layouts=[...] and worlds=[...]",
@@ -32,7 +33,7 @@ WAYS = (  # how a clip is computed
     "decode.mode",
 )
 OF_CLIPS = ("model", "sampler", "encode", "decode", *WAYS, *(f"request.{name}" for name in config_keys(RequestConfig)))
-OF_RANDOM_WEIGHTS = ("size", "text_rows")
+OF_RANDOM_WEIGHTS = ("size", "text_rows", "together")
 
 
 @dataclass
@@ -47,11 +48,14 @@ class MatrixConfig(Config):
     exchanges: list[str] = field(
         default_factory=lambda: ["heads"]
     )  # auto, or VARIANT/GROUPS/CODEC as far as it is said; +copy
+    cells: list[str] = field(default_factory=list)  # "SHAPE[/STEPS] LAYOUT RANKS [EXCHANGE]", for these axes
     repeats: int = 1
     denoise_only: bool = True  # denoiser steps on random weights; false: whole clips from the checkpoints
     size: str = "released"  # of the random model
     text_rows: int = 400  # of the random prompt
     cell_seconds: float = 900  # a cell that takes longer is ended
+    total_seconds: float | None = None  # none begins that would not end by then: the next matrix goes on with it
+    together: bool = False  # cells of one layout on random weights in one start of its ranks
     save_latents: bool = True  # keep each cell's latents beside the JSON
     resume: bool = True  # keep the done cells of the JSON that is there; false: set it aside
     results: str = "h3dist-matrix-${name}.json"
@@ -75,6 +79,29 @@ class Shape:
         if found is None:
             raise ConfigError(f"shapes: {text!r} is none; write WIDTHxHEIGHTxFRAMES, as in 864x480x141")
         return cls(*map(int, found.groups()))
+
+
+@dataclass(frozen=True)
+class Listed:
+    """A cell named by itself; `steps` are its own evaluations, None as many as the others have."""
+
+    shape: Shape
+    steps: int | None
+    asked: str
+    ranks: int
+    exchange: str
+
+    @classmethod
+    def of(cls, text: str) -> "Listed":
+        """The cell written as "1344x768x124/4 ulysses 2 hidden/4+copy". Raises `ConfigError`."""
+        found = re.fullmatch(r"([^/ ]+)(?:/([1-9]\d*))? (\S+) ([1-9]\d*)(?: (\S+))?", text)
+        if found is None:
+            example = "1344x768x124/4 ulysses 2 hidden/4+copy"
+            raise ConfigError(f"cells: {text!r} is none; write SHAPE[/STEPS] LAYOUT RANKS [EXCHANGE], as in {example}")
+        shape, steps, asked, ranks, exchange = found.groups()
+        _check_layout(asked)
+        exchange_of(exchange or PLAINLY)
+        return cls(Shape.of(shape), int(steps) if steps else None, asked, int(ranks), exchange or PLAINLY)
 
 
 def exchange_of(text: str) -> ExchangeConfig:
@@ -114,10 +141,10 @@ def _checked(config: MatrixConfig, overrides: Sequence[str]) -> MatrixConfig:
     for axis in ("layouts", "worlds", "shapes", "attentions", "exchanges"):
         if not getattr(config, axis):
             raise ConfigError(f"{axis}=[]: a matrix without {axis} has no cells")
-    for name in ("worlds", "repeats", "text_rows", "cell_seconds"):
+    for name in ("worlds", "repeats", "text_rows", "cell_seconds", "total_seconds"):
         values = getattr(config, name)
         for value in values if isinstance(values, list) else [values]:
-            if not 0 < value < float("inf"):
+            if value is not None and not 0 < value < float("inf"):
                 raise ConfigError(f"{name}={value}: must be above 0")
     if config.size not in SIZES:
         raise ConfigError(f"size={config.size}: must be one of {', '.join(SIZES)}{nearest(config.size, SIZES)}")
@@ -127,6 +154,9 @@ def _checked(config: MatrixConfig, overrides: Sequence[str]) -> MatrixConfig:
         Shape.of(shape)
     for exchange in config.exchanges:
         exchange_of(exchange)
+    listed = [Listed.of(text) for text in config.cells]
+    if any(each.steps for each in listed) and not config.denoise_only:
+        raise ConfigError("cells: the evaluations of clips are request.steps=N, one number for all of them")
     _check_words(config, overrides)
     return config
 

@@ -53,7 +53,8 @@ def axes(matrix: Matrix) -> dict[str, Any]:
     config = matrix.config
     axes = ("layouts", "worlds", "shapes", "attentions", "exchanges")
     names = ("name", *axes, "repeats", "denoise_only", "cell_seconds")
-    return {name: getattr(config, name) for name in names} | {"overrides": matrix.words}
+    listed = {"cells": config.cells} if config.cells else {}
+    return {name: getattr(config, name) for name in names} | listed | {"overrides": matrix.words}
 
 
 def _trusted(matrix: Matrix) -> dict[str, Any] | None:

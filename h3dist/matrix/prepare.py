@@ -1,12 +1,13 @@
 """A matrix before it runs: every cell planned, and how each would start."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from h3dist.errors import PlanError
 from h3dist.matrix import clip_run, random_run
-from h3dist.matrix.cells import Cell, Feasible, Planned, cells_of
+from h3dist.matrix.cells import Cell, Feasible, Planned, batches, cells_of
 from h3dist.matrix.config import MatrixConfig
 from h3dist.matrix.start import Start, Starter
 from h3dist.planner import this_machine
@@ -29,9 +30,18 @@ class Matrix:
         """The folder of all cells' latents."""
         return self.path.with_name(f"{self.path.name}.latents")
 
-    def figures(self, folder: Path) -> dict[str, Any]:
-        """What the ranks of a cell measured, from its folder."""
-        return random_run.read_random(folder) if self.config.denoise_only else clip_run.read_clip(folder)
+    @property
+    def batches(self) -> list[tuple[Planned, ...]]:
+        """The cells that run in one start of ranks."""
+        return batches(self.cells, together=self.config.together)
+
+    def home(self, planned: Planned, folder: Path) -> Path:
+        """Where the ranks of a cell leave what it gave, of the folder of its start."""
+        return random_run.home(planned, folder) if self.config.denoise_only else folder
+
+    def figures(self, home: Path) -> dict[str, Any] | None:
+        """What the ranks of a cell measured, from its home; None while they have not."""
+        return random_run.read_random(home) if self.config.denoise_only else clip_run.read_clip(home)
 
 
 def prepare(config: MatrixConfig, words: list[str], path: Path, start: Starter | None = None) -> Matrix:
@@ -65,9 +75,10 @@ def prepare(config: MatrixConfig, words: list[str], path: Path, start: Starter |
 def starter(config: MatrixConfig, words: list[str]) -> Starter:
     """How the cells of a configuration start."""
 
-    def start(planned: Planned, folder: Path) -> Start:
+    def start(batch: Sequence[Planned], folder: Path, until: float | None = None) -> Start:
         if config.denoise_only:
-            return random_run.start_random(planned, config, folder)
+            return random_run.start_random(batch, config, folder, until)
+        (planned,) = batch
         return clip_run.start_clip(planned, config, words, folder)
 
     return start

@@ -1,7 +1,7 @@
 """Cells that need no checkpoint: denoiser steps on random weights of a chosen size."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -124,25 +124,45 @@ def decide_random(cell: Cell, layout: Layout, config: MatrixConfig, machine: Mac
     return Decision(plan, choice, ())
 
 
-def start_random(planned: Planned, config: MatrixConfig, folder: Path) -> Start:
-    """How to start the cell's ranks; what they are told is written to `folder`."""
-    assert planned.decision is not None
-    cell, capability = planned.cell, planned.decision.choice.machine.capability
+def start_random(batch: Sequence[Planned], config: MatrixConfig, folder: Path, until: float | None = None) -> Start:
+    """How to start the ranks of cells of one layout; what they are told is written to `folder`.
+
+    `until` is the time, as of `time.time()`, after which no cell begins.
+    """
+    first = batch[0]
     told = {
-        "spec": asdict(Spec.of(cell, planned.plan.layout, planned.plan.exchange, config, capability)),
+        "cells": [_told(planned, config, folder) for planned in batch],
         "runtime": asdict(config.runtime),
         "status_dir": str(folder / "status"),
-        "result": str(folder / "result.json"),
-        "latents": str(folder / "latents.safetensors"),
+        "until": until,
     }
     (folder / "cell.json").write_text(json.dumps(told), encoding="ascii")
-    command = torchrun(folder, cell.ranks, "h3dist.matrix.cell", [str(folder / "cell.json")], terminal=False)
-    return Start(command, config.cell_seconds, ranks_environ(config, planned, folder))
+    command = torchrun(folder, first.cell.ranks, "h3dist.matrix.cell", [str(folder / "cell.json")], terminal=False)
+    return Start(command, config.cell_seconds * len(batch), ranks_environ(config, first, folder))
 
 
-def read_random(folder: Path) -> dict[str, Any]:
-    """What the ranks of a cell reported: see `cell.report`."""
-    return figures(json.loads((folder / "result.json").read_text(encoding="ascii")))
+def _told(planned: Planned, config: MatrixConfig, folder: Path) -> dict[str, Any]:
+    """What ranks must know of one cell, whose home is made here; `expected` seconds are None where none are known."""
+    assert planned.decision is not None
+    capability, cost = planned.decision.choice.machine.capability, planned.decision.choice.taken.cost
+    home(planned, folder).mkdir()
+    return {
+        "spec": asdict(Spec.of(planned.cell, planned.plan.layout, planned.plan.exchange, config, capability)),
+        "home": str(home(planned, folder)),
+        "expected": cost.seconds * planned.plan.steps if cost else None,
+    }
+
+
+def home(planned: Planned, folder: Path) -> Path:
+    """Where the ranks leave a cell's result.json, and its latents before that."""
+    return folder / planned.cell.key
+
+
+def read_random(home: Path) -> dict[str, Any] | None:
+    """What the ranks of a cell reported, see `cell.report`; None before they have."""
+    if not (home / "result.json").is_file():
+        return None
+    return figures(json.loads((home / "result.json").read_text(encoding="ascii")))
 
 
 def figures(told: Mapping[str, Any]) -> dict[str, Any]:

@@ -9,20 +9,16 @@ from typing import Any, NoReturn
 
 from h3dist.errors import ConfigError, OutputError
 from h3dist.matrix import document as documents
-from h3dist.matrix import parity, records, results
-from h3dist.matrix.cells import Planned
+from h3dist.matrix import results
+from h3dist.matrix.batch import SIGNALLED, Batch
 from h3dist.matrix.config import MatrixConfig
 from h3dist.matrix.prepare import Matrix, prepare
 from h3dist.matrix.start import Starter
 from h3dist.matrix.table import LiveTable
-from h3dist.matrix.transport import transport
-from h3dist.processes import Outcome, launch_ranks, on_signals
-from h3dist.provenance import commit
-from h3dist.status import describe
+from h3dist.processes import on_signals
 from h3dist.topology import read_ranks
-from h3dist.torchrun import run_folder
 
-SIGNALLED = 128  # exit codes above it: a signal
+TIME_IS_UP = 75
 FINE = ("done", "skipped")
 
 
@@ -30,7 +26,8 @@ def run_matrix(config: MatrixConfig, words: Sequence[str], start: Starter | None
     """Run every cell of the matrix that is not done, and print the JSON's path. Gives the exit code.
 
     `words` are the overrides that each cell's run takes; `start` says how a cell's ranks start, by default as
-    the configuration says. 0: every cell is done or skipped; 1: some failed, ran out of time or out of memory.
+    the configuration says. 0: every cell is done or skipped; 1: some failed, took too long or ran out of memory;
+    75: `total_seconds` are over, and some have not run.
     Raises an `H3Error` where the matrix itself cannot be run.
     """
     if read_ranks().elastic:
@@ -51,61 +48,27 @@ def _leave(number: int, frame: FrameType | None) -> NoReturn:
 
 def _run(matrix: Matrix, document: dict[str, Any]) -> int:
     own = {record["key"]: record for record in document["cells"]}
+    until = time.time() + matrix.config.total_seconds if matrix.config.total_seconds else None
     documents.keep(matrix, document)
     with LiveTable([own[planned.cell.key] for planned in matrix.cells]) as shown:
-        for planned in matrix.cells:
-            record = own[planned.cell.key]
-            if record["state"] == "pending":
-                shown.changed(record | {"state": "running"})
-                code = _run_cell(matrix, planned, record, document["cells"])
+
+        def told(record: dict[str, Any]) -> None:
+            if record["state"] != "running":
                 documents.keep(matrix, document)
-                if code > SIGNALLED:
-                    return code
             shown.changed(record)
+
+        for cells in matrix.batches:
+            waiting = [planned for planned in cells if own[planned.cell.key]["state"] == "pending"]
+            for planned in (each for each in cells if each not in waiting):
+                shown.changed(own[planned.cell.key])
+            code = Batch(matrix, waiting, own, document["cells"], until, told).run()
+            if code > SIGNALLED:
+                return code
+    states = {own[planned.cell.key]["state"] for planned in matrix.cells}
+    if "pending" in states:
+        return TIME_IS_UP
     document["finished"] = True
     documents.keep(matrix, document)
     if not matrix.config.save_latents:
         shutil.rmtree(matrix.latents, ignore_errors=True)
-    return int(any(own[planned.cell.key]["state"] not in FINE for planned in matrix.cells))
-
-
-def _run_cell(matrix: Matrix, planned: Planned, record: dict[str, Any], cells: list[dict[str, Any]]) -> int:
-    """Run one cell and complete its record. Gives the exit code of its run; above 128 a signal came.
-
-    Whatever goes wrong with one cell stands in its record and leaves the others alone.
-    """
-    folder, begun = run_folder(), time.monotonic()
-    record |= {"started": records.now(), "commit": commit()}
-    try:
-        outcome = _launch(matrix, planned, folder)
-        if outcome == Outcome(0):
-            _complete(matrix, planned, record, folder, time.monotonic() - begun)
-            parity.compare(record, cells, folder, matrix.latents, save=matrix.config.save_latents)
-    except Exception as error:
-        outcome = Outcome(1, describe(error, 0, "the parent's part"))
-    if outcome.cause:
-        record |= records.ended(outcome, str(folder))
-    else:
-        shutil.rmtree(folder, ignore_errors=True)
-    return outcome.exit_code
-
-
-def _launch(matrix: Matrix, planned: Planned, folder: Path) -> Outcome:
-    start = matrix.start(planned, folder)
-    return launch_ranks(
-        start.command,
-        folder / "status",
-        planned.cell.ranks,
-        start.parts,
-        environ=start.environ,
-        log=folder / "torchrun.log",
-        limit=start.limit,
-    )
-
-
-def _complete(matrix: Matrix, planned: Planned, record: dict[str, Any], folder: Path, wall: float) -> None:
-    """The figures of a run that ended well."""
-    figures = matrix.figures(folder)
-    assert figures["plan_digest"] == planned.plan.digest, "the ranks ran another plan than the one recorded"
-    record |= records.measured(planned.plan, figures, wall, text_sent=not matrix.config.denoise_only)
-    record["transport"] = transport(folder, matrix.backend, planned.cell.ranks)
+    return int(not states.issubset(FINE))

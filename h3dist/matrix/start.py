@@ -1,7 +1,7 @@
-"""How the ranks of a cell are started, whatever they do."""
+"""How the ranks of a cell, or of a batch of cells, are started, whatever they do."""
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -20,7 +20,7 @@ class Start:
     parts: list[str] = field(default_factory=list)
 
 
-Starter = Callable[[Planned, Path], Start]  # of a cell, in its folder
+Starter = Callable[[Sequence[Planned], Path, float | None], Start]  # of a batch, in its folder, until a time
 
 
 def ranks_environ(config: Config, planned: Planned, folder: Path) -> dict[str, str]:
