@@ -240,17 +240,17 @@ def test_ways_to_move_heads_are_an_axis(run):
     told = {name: cell["reason"] or cell["plan"]["exchange"] for name, cell in cells.items()}
     assert code == 0 and told == {
         "ulysses 1": "heads/1",
-        "ulysses 1 hidden/2": "no heads move in sp 1 x tp 1: it is the run of heads",
-        "ulysses 1 auto": "no heads move in sp 1 x tp 1: it is the run of heads",
+        "ulysses 1 hidden/2": "hidden/2 changes nothing in sp 1 x tp 1: it is the run of heads",
+        "ulysses 1 auto": "auto changes nothing in sp 1 x tp 1: it is the run of heads",
         "tensor 1": "sp 1 x tp 1 is the layout of ulysses 1",
-        "tensor 1 hidden/2": "no heads move in sp 1 x tp 1: it is the run of heads",
-        "tensor 1 auto": "no heads move in sp 1 x tp 1: it is the run of heads",
+        "tensor 1 hidden/2": "hidden/2 changes nothing in sp 1 x tp 1: it is the run of heads",
+        "tensor 1 auto": "auto changes nothing in sp 1 x tp 1: it is the run of heads",
         "ulysses 2": "heads/1",
         "ulysses 2 hidden/2": "hidden/2",
         "ulysses 2 auto": "heads/1",
         "tensor 2": "heads/1",
-        "tensor 2 hidden/2": "no heads move in sp 1 x tp 2: it is the run of heads",
-        "tensor 2 auto": "no heads move in sp 1 x tp 2: it is the run of heads",
+        "tensor 2 hidden/2": "hidden/2 changes nothing in sp 1 x tp 2: it is the run of heads",
+        "tensor 2 auto": "auto changes nothing in sp 1 x tp 2: it is the run of heads",
     }
     sent = cells["ulysses 2 hidden/2"]["bytes"]
     assert sent["counted"]["hidden.gather"] > 0 == sent["counted"]["heads.to"] and sent["as_planned"]
@@ -333,11 +333,29 @@ def test_a_cell_keeps_the_key_that_it_had_before_there_were_exchanges():
         ("heads/7/int8", ("heads", "7", "int8", "collective")),
         ("heads/4+copy", ("heads", "4", "none", "copy")),
         ("auto+auto", ("auto", "auto", "none", "auto")),
+        ("hidden/4+packed+copy", ("hidden", "4", "none", "copy")),
     ],
 )
 def test_an_exchange_in_one_word(text, fields):
     found = exchange_of(text)
     assert (found.variant, found.groups, found.codec, found.transport) == fields
+    assert found.rows == ("packed" if "packed" in text else "plain") and found.chunks == 1
+
+
+def test_chunks_and_packed_rows_are_ways_of_a_tp_group(run):
+    words = ["layouts=[ulysses,tensor]", "worlds=[2]", "exchanges=[heads,heads+chunks4,heads+packed]"]
+    code, document = run(*words)
+    told = {
+        f"{cell['asked']} {cell['exchange']}": cell["reason"] or cell["plan"]["exchange"] for cell in document["cells"]
+    }
+    assert code == 0 and told == {
+        "ulysses heads": "heads/1",
+        "ulysses heads+chunks4": "heads+chunks4 changes nothing in sp 2 x tp 1: it is the run of heads",
+        "ulysses heads+packed": "heads+packed changes nothing in sp 2 x tp 1: it is the run of heads",
+        "tensor heads": "heads/1",
+        "tensor heads+chunks4": "heads/1+chunks4",
+        "tensor heads+packed": "heads/1+packed",
+    }
 
 
 @pytest.mark.parametrize("name", sorted(path.stem for path in (conf_dir() / "matrix").glob("*.yaml")))

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from h3dist.config import Config
 from h3dist.errors import ConfigError, PlanError
-from h3dist.matrix.config import PLAINLY, Listed, MatrixConfig, Shape
+from h3dist.matrix.config import PLAINLY, Listed, MatrixConfig, Shape, exchange_of
 from h3dist.plan import Layout, Plan, make_layout
+from h3dist.plan.exchange import open_exchanges
 from h3dist.planner import Decision
 
 if TYPE_CHECKING:
@@ -115,10 +116,10 @@ class Feasible:
         if 0 < self.gpus < cell.ranks and not self._shared:
             raise PlanError(f"{cell.ranks} ranks, {self.gpus} GPUs visible")
         layout = layout_of(cell, self._dims)
-        moved = cell.exchange if layout.sp > 1 else None
+        moved = tuple(dict.fromkeys(each.on(layout) for each in open_exchanges(**vars(exchange_of(cell.exchange)))))
         first = self._seen.setdefault((cell.shape, layout, cell.attention, cell.repeat, moved), cell)
         if first is not cell and first.exchange != cell.exchange:
-            raise PlanError(f"no heads move in {layout}: it is the run of {first.exchange}")
+            raise PlanError(f"{cell.exchange} changes nothing in {layout}: it is the run of {first.exchange}")
         if first is not cell:
             raise PlanError(f"{layout} is the layout of {first.asked} {first.ranks}")
         return layout

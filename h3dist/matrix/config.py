@@ -3,6 +3,7 @@
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from h3dist.config import Config, ExchangeConfig, RequestConfig, compose, config_keys, parse_override, to_config
 from h3dist.errors import ConfigError, nearest
@@ -47,7 +48,7 @@ class MatrixConfig(Config):
     attentions: list[str] = field(default_factory=lambda: ["sdpa"])
     exchanges: list[str] = field(
         default_factory=lambda: ["heads"]
-    )  # auto, or VARIANT/GROUPS/CODEC as far as it is said; +copy
+    )  # auto, or VARIANT/GROUPS/CODEC as far as it is said; +copy, +packed, +chunksN
     cells: list[str] = field(default_factory=list)  # "SHAPE[/STEPS] LAYOUT RANKS [EXCHANGE]", for these axes
     repeats: int = 1
     denoise_only: bool = True  # denoiser steps on random weights; false: whole clips from the checkpoints
@@ -105,16 +106,26 @@ class Listed:
 
 
 def exchange_of(text: str) -> ExchangeConfig:
-    """The exchange written as "auto", "hidden", "heads/7", "heads/4/int8" or "heads/4+copy". Raises `ConfigError`."""
-    text, _, transport = text.partition("+")
-    parts = text.split("/")
+    """The exchange written as "auto", "hidden", "heads/7", "heads/4/int8", "heads/4+copy", "hidden/4+packed" or
+    "heads+chunks4", with any of the words after a plus sign. Raises `ConfigError`.
+    """
+    said, *words = text.split("+")
+    parts, more = said.split("/"), dict(map(_word, words))
     variant, groups, codec = (*parts, "", "")[:3]
     free = AUTO if variant == AUTO else "1"
-    made = ExchangeConfig(variant, groups or free, codec or "none", transport=transport or "collective")
+    made = ExchangeConfig(variant, groups or free, codec or "none", **more)
     if len(parts) > 3 or not (made.groups == AUTO or made.groups.isdecimal()):
         raise ConfigError(f"exchanges: {text!r} is none; write auto, or VARIANT/GROUPS/CODEC as in hidden/4+copy")
     open_exchanges(**vars(made))
     return made
+
+
+def _word(word: str) -> tuple[str, Any]:
+    """What a word after a plus sign sets: a transport, packed rows, or runs of columns that are summed."""
+    if word == "packed":
+        return "rows", word
+    chunks = re.fullmatch(r"chunks([1-9]\d*)", word)
+    return ("chunks", int(chunks[1])) if chunks else ("transport", word)
 
 
 def compose_matrix(overrides: Sequence[str]) -> tuple[MatrixConfig, list[str]]:

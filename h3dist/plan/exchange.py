@@ -85,10 +85,11 @@ class ExchangePlan:
 
     @property
     def brief(self) -> str:
-        """For tables: "hidden/7", "heads/1/int8", "heads/4+copy"."""
+        """For tables: "hidden/7", "heads/1/int8", "heads/4+copy", "hidden/1+packed", "heads/1+chunks4"."""
         coded = "" if self.codec == "none" else f"/{self.codec}"
         copied = "" if self.transport == TRANSPORTS[0] else f"+{self.transport}"
-        return f"{self.variant}/{self.groups}{coded}{copied}"
+        more = ("+packed" if self.rows == "packed" else "") + (f"+chunks{self.chunks}" if self.chunks > 1 else "")
+        return f"{self.variant}/{self.groups}{coded}{copied}{more}"
 
     def __str__(self) -> str:
         coded = "" if self.codec == "none" else f" as {self.codec} codes (approximate)"
