@@ -36,7 +36,7 @@ from h3dist.bench.suite import environment
 from h3dist.bench.timing import Clock
 from h3dist.checkpoint.formats import Weight
 from h3dist.checkpoint.nvfp4 import Nvfp4Weight
-from h3dist.model.ahead import triton_fill
+from h3dist.model.reused import triton_fill
 from h3dist.text.encoder import TextEncoder
 from h3dist.text.layers import StoredLinear
 from h3dist.text.presentation import Presentation

@@ -36,10 +36,8 @@ from h3dist.bench.suite import environment
 from h3dist.bench.timing import Clock
 from h3dist.comm import Comm
 from h3dist.errors import ConfigError, nearest
-from h3dist.model.ahead import AheadLinear
 from h3dist.model.block import View, run_block
 from h3dist.model.denoiser import Denoiser
-from h3dist.model.linear import linear_of_run
 from h3dist.model.residual import Residual
 from h3dist.model.weights import BlockWeights, DenoiserWeights
 from h3dist.plan import Layout, Plan
@@ -250,15 +248,10 @@ def made(way: Way, weights: DenoiserWeights, plan: Plan, comm: Comm, compiler: s
         raise ConfigError("the forms for compilation have dense products alone")
 
     @torch.no_grad()
-    def work(view: View = view) -> Tensor:
+    def work() -> Tensor:
         return evaluation(denoiser, view, block, video, audio)
 
-    def own() -> View:
-        if not way.ahead:
-            return view
-        return replace(view, linear=linear_of_run(plan, weights, capability_of(device), view.exchange, ahead=True))
-
-    return captured(work, own, device) if way.graph else work
+    return captured(work, device) if way.graph else work
 
 
 def parts(way: Way, denoiser: Denoiser, compiler: str) -> tuple[View, Callable[..., None]]:
@@ -291,12 +284,8 @@ def evaluation(denoiser: Denoiser, view: View, block: Callable[..., None], video
     return torch.cat([part.flatten() for part in denoiser.split(denoiser.outputs(stream.whole(), 0))])
 
 
-def captured(work: Callable[..., Tensor], own: Callable[[], View], device: torch.device) -> Work:
-    """The work as a CUDA graph: what it reads and gives stays where it was. Raises ConfigError elsewhere.
-
-    own: the view with a linear that is new. A side stream must branch off the captured one and come back to it, and no
-    event of before may be waited for: so the linear that makes weights ahead is made, and used, in the capture alone.
-    """
+def captured(work: Work, device: torch.device) -> Work:
+    """The work as a CUDA graph: what it reads and gives stays where it was. Raises ConfigError elsewhere."""
     if device.type != "cuda":
         raise ConfigError(NEEDS_CUDA)
     side = torch.cuda.Stream(device)
@@ -306,10 +295,7 @@ def captured(work: Callable[..., Tensor], own: Callable[[], View], device: torch
     torch.cuda.current_stream(device).wait_stream(side)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        view = own()
-        found = work(view)
-        if isinstance(view.linear, AheadLinear):
-            torch.cuda.current_stream(device).wait_stream(view.linear._side)  # which fills for a step that never comes
+        found = work()
 
     def replay() -> Tensor:
         graph.replay()

@@ -61,7 +61,7 @@ from h3dist.text.together import encode_together, encoder_for
 from h3dist.text.tokenizer import load_tokenizer, tokenize
 from h3dist.text.vision import Vision, look
 from h3dist.topology import Ranks, visible_devices
-from h3dist.vae.forms import forms_for
+from h3dist.vae.choice import forms_for
 
 
 def run(config: Config, job: Mapping[str, Any] | None, ranks: Ranks) -> None:
@@ -190,7 +190,7 @@ def prepare(site: Site, started: Started) -> Prepared:
         elementwise = agree_on_elementwise(site.comm, site.config.runtime.fused, site.device)
         choose_linear(lowest_capability(site.device), Alone(), dtype, plan.gemm)
         if plan.decode.fast:
-            forms_for(site.device)  # what any of these lacks is said by now
+            forms_for(site.device, plan.decode.gemm)  # what any of these lacks is said by now
         states_Lt, rows_LC, kept = encode(site, started)
         share = plan.shares[site.ranks.rank]
         kept_as = {"gemm": plan.gemm, "offload": plan.stored.resident_blocks is not None}
@@ -307,7 +307,7 @@ def denoiser(site: Site, packed: Packed, attention: Attention) -> Denoiser:
         exchange,
         attention,
         prepared.rows_LC,
-        packing(linear_of_run(plan, weights, capability, exchange, ahead=prepared.elementwise is not PLAIN), plan),
+        packing(linear_of_run(plan, weights, capability, exchange, reused=prepared.elementwise is not PLAIN), plan),
         prepared.kept,
         prepared.elementwise,
     )
@@ -325,7 +325,7 @@ def decode(site: Site, denoised: Denoised) -> None:
 
     with site.stage("decode"):
         fast, batch = plan.decode.fast, plan.decode.batch
-        vae = site.config.model, site.device, fast, batch
+        vae = site.config.model, site.device, fast, batch, plan.decode.gemm
         clean = Clean(denoised.video, denoised.audio, vaes, *vae) if vaes else None
         parts = schedule_decode(plan.geometry, plan.layout.ranks, site.device.type, batch, fast=fast)
         if site.first:

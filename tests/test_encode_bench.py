@@ -12,7 +12,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from benchmarks import encode_gpu
 from benchmarks.random_encoder import random_encoder, settings
 from h3dist.checkpoint.formats import Int8Weight, PlainWeight
-from h3dist.model.ahead import plain_fill
+from h3dist.model.reused import plain_fill
 from h3dist.text.layers import StoredEmbedding, StoredLinear
 
 CPU = torch.device("cpu")

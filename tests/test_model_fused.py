@@ -22,10 +22,10 @@ from h3dist.errors import ConfigError, MissingDependency
 from h3dist.fp8 import to_rows_of_fp8
 from h3dist.fusing import agree_on_elementwise
 from h3dist.model import fused
-from h3dist.model.ahead import AheadLinear, all_dense, plain_fill, triton_fill
 from h3dist.model.dense import dense_linear
 from h3dist.model.elementwise import NORM_EPS, PLAIN, Run, turn
 from h3dist.model.narrow import fp8_rounding
+from h3dist.model.reused import ReusedLinear, made_dense, plain_fill, triton_fill
 from h3dist.model.rotary import Rotation, rotation
 from h3dist.plan import Layout
 from h3dist.topology import Ranks
@@ -205,35 +205,21 @@ def layers(count: int = 4) -> list[Any]:
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_weights_made_ahead_give_the_dense_products(device: str) -> None:
-    """In order, over several steps; out of order too; each weight is made dense once a step where the order holds."""
-    order, dtype = [weight.to(device) for weight in layers(8)], torch.float32
-    filled: list[int] = []
-
-    def fill(weight: Any, out: Tensor) -> None:
-        filled.append(next(index for index, other in enumerate(order) if other is weight))
-        plain_fill(weight, out)
-
-    linear = AheadLinear(order, dtype, torch.device(device), fill)
-    for _ in range(3):
-        for weight in order:
-            x = torch.randn(5, weight.shape[1], device=device)
-            assert torch.equal(linear(x, weight), dense_linear(x, weight))
-    assert filled == [*range(8), *range(8), *range(8), 0]
-    for index in (5, 5, 2, 7, 0, 0):
+def test_weights_made_dense_in_one_memory_give_the_dense_products(device: str) -> None:
+    order = [weight.to(device) for weight in layers(8)]
+    linear = ReusedLinear(plain_fill, torch.float32, torch.device(device))
+    for index in (*range(8), 5, 5, 2, 7, 0, 0):
         x = torch.randn(3, order[index].shape[1], device=device)
         assert torch.equal(linear(x, order[index]), dense_linear(x, order[index]))
+    first, second = (made_dense(linear, weight, torch.float32) for weight in (order[0], order[2]))
+    assert first.data_ptr() == second.data_ptr() and linear._memory.numel() == 64 * 32
 
 
-def test_weights_that_are_dense_as_they_lie_are_not_copied_ahead() -> None:
-    plain = [PlainWeight(torch.randn(8, 8, dtype=torch.bfloat16)) for _ in range(4)]
-    assert all_dense(plain, torch.bfloat16) and not all_dense(plain, torch.float32)
-    assert not all_dense([*plain, *layers()], torch.bfloat16)
-
-
-def test_buffers_are_as_large_as_what_takes_turns_in_them() -> None:
-    linear = AheadLinear(layers(), torch.bfloat16, torch.device("cpu"), plain_fill)
-    assert [slot.memory.numel() for slot in linear._slots] == [64 * 32, 32 * 32]
+def test_weights_that_are_dense_as_they_lie_are_not_copied() -> None:
+    linear = ReusedLinear(plain_fill, torch.bfloat16, torch.device("cpu"))
+    plain = PlainWeight(torch.randn(8, 8, dtype=torch.bfloat16))
+    assert linear.dense(plain) is plain.tensor and linear._memory.numel() == 0
+    assert torch.equal(linear.dense(PlainWeight(plain.tensor.float())), plain.tensor) and linear._memory.numel() == 64
 
 
 @pytest.mark.parametrize("device", DEVICES)

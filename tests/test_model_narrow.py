@@ -1,6 +1,7 @@
 """8-bit products: the plain forms that define them, comfy-kitchen's beside them, and what stays as it was."""
 
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -28,7 +29,7 @@ from h3dist.model.narrow import (
     scaled_fp8,
     to_rows_of_int8,
 )
-from h3dist.model.weights import load_denoiser
+from h3dist.model.weights import LINEAR_FIELDS, load_denoiser
 from h3dist.plan import released_dims
 from h3dist.plan.gemm import GEMMS, choose_gemm, resident_bytes, working_bytes
 
@@ -227,8 +228,9 @@ def test_a_checkpoint_s_blocks_are_narrow_once_loaded(tmp_path: Path, gemm: str)
     common = {"device": torch.device("cpu"), "dtype": torch.float32}
     plain, narrow = (load_denoiser(dfile, part, **common, gemm=way) for way in ("dense", gemm))
     kind, limit = (Fp8Weight, 0.04) if gemm == "fp8" else (Int8Weight, 0.012)
-    assert len(narrow.linears) == 4 * plain.dims.layers == len(plain.linears)
-    for small, weight in zip(narrow.linears, plain.linears, strict=True):
+    assert len(narrow.blocks) == len(plain.blocks) == plain.dims.layers
+    for block, name in product(range(plain.dims.layers), LINEAR_FIELDS):
+        small, weight = (getattr(weights.blocks[block], name) for weights in (narrow, plain))
         assert isinstance(small, kind) and small.shape == weight.shape
         assert 0 < relative(small.dense(torch.float32), weight.dense(torch.float32)) < limit
     assert torch.equal(narrow.heads.weight, plain.heads.weight)

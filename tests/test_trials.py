@@ -73,7 +73,6 @@ def test_blocks_are_compiled_once(monkeypatch):
 
 @pytest.mark.gpu
 def test_a_graph_gives_what_it_was_captured_from(tmp_path):
-    """The stream on which weights are made dense ahead is in the graph too: else the capture fails."""
     out = tmp_path / "trials.json"
     words = ["--device", "cuda", "--size", "small", "--shapes", "64x64x22", "--repeats", "3", "--json", str(out)]
     assert trials.main([*words, "--ways", "plain,fused,fused+ahead,fused: graph,fused+ahead: graph"]) == 0

@@ -17,13 +17,13 @@ from torch import Tensor
 
 from h3dist.attention.backend import Attention
 from h3dist.checkpoint.formats import Weight
-from h3dist.model.ahead import held
 from h3dist.model.columns import reduced
 from h3dist.model.dense import Linear, prescaled
 from h3dist.model.elementwise import ATTENTION, GATE, MLP, PLAIN, Elementwise, Heads, Runs
 from h3dist.model.exchange import Exchange
 from h3dist.model.packed import gathered
 from h3dist.model.residual import Residual
+from h3dist.model.reused import made_dense
 from h3dist.model.weights import BlockWeights
 
 
@@ -67,15 +67,14 @@ def attend(h_sC: Tensor, weights: BlockWeights, view: View) -> Tensor:
 
 def projected(h_sC: Tensor, weight: Weight, view: View) -> Tensor:
     """[p, 3jD] of the rows that are projected here. Where the weight is dense, own rows are while others come."""
-    dense = held(view.linear, weight, h_sC.dtype)
-    if dense is None:
+    dense_NK = made_dense(view.linear, weight, h_sC.dtype)
+    if dense_NK is None:
         return view.linear(gathered(h_sC, weight, view.linear, view.exchange.gather_projected), weight)
-    with dense as dense_NK:
 
-        def product(h_rC: Tensor, out_rN: Tensor) -> None:
-            torch.mm(h_rC, dense_NK.T, out=out_rN)
+    def product(h_rC: Tensor, out_rN: Tensor) -> None:
+        torch.mm(h_rC, dense_NK.T, out=out_rN)
 
-        return view.exchange.project(prescaled(h_sC, weight), dense_NK.shape[0], product)
+    return view.exchange.project(prescaled(h_sC, weight), dense_NK.shape[0], product)
 
 
 def as_heads(qkv_pX: Tensor, weights: BlockWeights) -> Heads:

@@ -13,11 +13,11 @@ from torch import Tensor
 from h3dist.checkpoint.formats import Weight
 from h3dist.checkpoint.nvfp4 import Nvfp4Weight
 from h3dist.checkpoint.slices import Range, Slice
-from h3dist.model.ahead import held
 from h3dist.model.dense import Linear, dense_linear, prescaled
 from h3dist.model.exchange import Exchange
 from h3dist.model.linear import Fp4Linear, fp4_codes, fp4_product
 from h3dist.model.packed import PackedLinear
+from h3dist.model.reused import made_dense
 
 
 def reduced(x_gK: Tensor, weight: Weight, linear: Linear, exchange: Exchange) -> Tensor:
@@ -34,12 +34,11 @@ def columns(x_gK: Tensor, weight: Weight, linear: Linear, spans: Sequence[Range]
     if isinstance(fp4, Fp4Linear) and isinstance(weight, Nvfp4Weight) and not weight.full_precision:
         yield from _fp4_columns(x_gK, weight, fp4, spans)
         return
-    dense = held(dense_linear if isinstance(fp4, Fp4Linear) else linear, weight, x_gK.dtype)
-    if dense is not None:
+    dense_NK = made_dense(dense_linear if isinstance(fp4, Fp4Linear) else linear, weight, x_gK.dtype)
+    if dense_NK is not None:
         x_gK = prescaled(x_gK, weight)
-        with dense as dense_NK:
-            for start, stop in spans:
-                yield F.linear(x_gK, dense_NK[start:stop])
+        for start, stop in spans:
+            yield F.linear(x_gK, dense_NK[start:stop])
     else:
         y_gN = linear(x_gK, weight)
         for start, stop in spans:

@@ -19,10 +19,10 @@ from torch import Tensor
 from h3dist.checkpoint.formats import Weight
 from h3dist.checkpoint.nvfp4 import Nvfp4Weight
 from h3dist.errors import MissingDependency
-from h3dist.model.ahead import AheadLinear, all_dense, plain_fill, triton_fill
 from h3dist.model.dense import Linear, dense_linear, prescaled
 from h3dist.model.exchange import Exchange
 from h3dist.model.narrow import narrow_linear
+from h3dist.model.reused import ReusedLinear, plain_fill, triton_fill
 from h3dist.model.weights import DenoiserWeights
 from h3dist.plan import Plan
 from h3dist.plan.gemm import NARROW, choose_gemm
@@ -122,16 +122,20 @@ def choose_linear(
 
 
 def linear_of_run(
-    plan: Plan, weights: DenoiserWeights, capability: tuple[int, int] | None, exchange: Exchange, *, ahead: bool = False
+    plan: Plan,
+    weights: DenoiserWeights,
+    capability: tuple[int, int] | None,
+    exchange: Exchange,
+    *,
+    reused: bool = False,
 ) -> Linear:
-    """The linear of a run as planned. `ahead`: dense weights are made so while the product before runs.
+    """The linear of a run as planned. `reused`: dense weights are made so in memory that is used again.
 
     Raises ConfigError and MissingDependency.
     """
-    wanted = ahead and plan.gemm == "dense" and isinstance(weights.blocks, tuple)  # other blocks are new each time
-    if wanted and not all_dense(weights.linears, weights.dtype):
+    if reused and plan.gemm == "dense":
         fill = triton_fill() if weights.device.type == "cuda" else plain_fill
-        return AheadLinear(weights.linears, weights.dtype, weights.device, fill)
+        return ReusedLinear(fill, weights.dtype, weights.device)
     return choose_linear(capability, exchange, weights.dtype, plan.gemm)
 
 

@@ -59,11 +59,6 @@ class DenoiserWeights:
     inv_freq: Tensor
 
     @property
-    def linears(self) -> list[Weight]:
-        """The blocks' linears in the order in which they multiply."""
-        return [getattr(block, name) for block in self.blocks for name in LINEAR_FIELDS]
-
-    @property
     def dtype(self) -> torch.dtype:
         """The compute dtype, which is the residual stream's."""
         return self.final_norm.dtype
