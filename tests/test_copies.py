@@ -18,6 +18,7 @@ from torch import Tensor
 from world import World
 
 from h3dist.comm.codec import Plain
+from h3dist.comm.forms import PLAIN as PLAIN_FORMS
 from h3dist.comm.heads import HeadMoves
 from h3dist.comm.peers import NO_MULTICAST, Reach, forbid_multicast, multicast_asked, why_not_copy
 from h3dist.comm.pieces import Pieces
@@ -243,7 +244,7 @@ def test_slots_hold_the_most_that_any_rank_gets(layout):
 def head_moves(plan, share) -> HeadMoves:
     ranks = next(group for group in plan.layout.sp_groups() if share.rank in group)
     wire = mock.Mock(group=mock.Mock(ranks=ranks, index=ranks.index(share.rank), size=len(ranks)))
-    codec = Plain()
+    codec = Plain(PLAIN_FORMS)
     if plan.exchange.codec != "none":
         codec = mock.Mock(count=lambda shape: shape[1] * shape[2] * plan.exchange.head_bytes(shape[0], shape[3], 4))
     return HeadMoves(plan, share, wire, codec)

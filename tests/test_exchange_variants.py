@@ -21,6 +21,9 @@ from world import World
 
 import h3dist.comm.exchange as exchange_module
 from h3dist.comm.codec import Int8
+from h3dist.comm.forms import PLAIN as PLAIN_FORMS
+from h3dist.comm.heads import as_they_are
+from h3dist.comm.pieces import Place
 from h3dist.comm.rounding import Rounding
 from h3dist.errors import ConfigError, RankError
 from h3dist.geometry import Geometry
@@ -183,16 +186,17 @@ def test_codes_are_near_and_say_how_near(world, layout):
 
 
 def test_a_codes_scale_is_of_few_rows_of_one_head_and_hides_nothing_that_is_not_finite():
-    codec, x_rnD = Int8(Rounding()), torch.randn(40, 3, 4)
+    codec, x_rnD = Int8(Rounding(), PLAIN_FORMS), torch.randn(40, 3, 4)
     x_rnD[20, 1] *= 1e6  # its block alone becomes coarse
     x_rnD[0, 0, 0], x_rnD[39, 2, 3] = torch.nan, -torch.inf
     x_rnD[16:32, 2] = 0
     shape = (40, 1, 3, 4)
-    piece = codec.room(x_rnD, codec.count(shape) + 1)[1:]  # at an odd byte
+    packet = codec.room(x_rnD, codec.count(shape) + 1)
+    places = (Place(1, (0, 40), (0, 3)),)  # at an odd byte
     assert codec.count(shape) == 40 * 3 * 4 + 3 * 3 * 4
-    codec.write(piece, shape, x_rnD.dtype, lambda out: out.copy_(x_rnD[:, None]))
+    codec.write(packet, places, (x_rnD,), as_they_are)
     got = torch.empty(shape)
-    codec.read(piece, got)
+    codec.read(packet, places, (got[:, 0],))
     lost_rnD, finite_rn = (got[:, 0] - x_rnD).abs(), torch.ones(40, 3, dtype=torch.bool)
     finite_rn[:16, 0] = finite_rn[32:, 2] = False
     assert torch.equal(got[:, 0].isfinite().any(-1), finite_rn), "the blocks of NaN and infinity, and no others"

@@ -26,6 +26,7 @@ from torch.distributed.rendezvous import rendezvous
 from h3dist.comm.board import Board
 from h3dist.comm.encoding import RankEncoding
 from h3dist.comm.exchange import RankExchange
+from h3dist.comm.forms import PLAIN, Forms
 from h3dist.comm.peers import forbid_multicast
 from h3dist.comm.pieces import Pieces
 from h3dist.comm.rounding import Rounding
@@ -130,15 +131,16 @@ class Comm:
         group = Group(name, ranks, ranks.index(self.rank), handle, self._board, timeout)
         return (NcclWire if backend == "nccl" else GlooWire)(group, self.counted)
 
-    def exchange(self, plan: Plan) -> RankExchange:
+    def exchange(self, plan: Plan, forms: Forms = PLAIN) -> RankExchange:
         """What the model asks of the other ranks while it runs `plan`. All ranks call it.
 
+        `forms`: how pieces are taken off the wire and coded, the same bits in every way.
         Raises ConfigError on all of them where heads are to move by copies and a rank cannot make them.
         """
         assert plan.layout == self.layout, (plan.layout, self.layout)
         sp = self._tensors["sp"]
         heads = self.transport.wire_for(sp, plan) if sp else None
-        moves = RankExchange(plan, self.rank, self._tensors["tp"], heads, self._tensors["request"])
+        moves = RankExchange(plan, self.rank, self._tensors["tp"], heads, self._tensors["request"], forms)
         self.rounding = moves.rounding
         return moves
 

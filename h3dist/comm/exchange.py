@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from h3dist.comm.codec import Int8, Plain
+from h3dist.comm.forms import PLAIN, Forms
 from h3dist.comm.heads import Attention, HeadMoves, Turn, as_they_are
 from h3dist.comm.rounding import Rounding
 from h3dist.comm.wire import Wire
@@ -24,7 +25,9 @@ class RankExchange:
     of what arrives, is cut off before anyone computes with it.
     """
 
-    def __init__(self, plan: Plan, rank: int, tp: Wire | None, sp: Wire | None, everyone: Wire | None) -> None:
+    def __init__(
+        self, plan: Plan, rank: int, tp: Wire | None, sp: Wire | None, everyone: Wire | None, forms: Forms = PLAIN
+    ) -> None:
         share = plan.shares[rank]
         self._tp, self._everyone = tp, everyone
         self._hidden_wire = sp if plan.layout.tp == 1 else everyone  # the same ranks: heads may go by copies
@@ -34,7 +37,7 @@ class RankExchange:
         self._chunks = plan.exchange.chunks
         self._hidden = plan.exchange.hidden_on(plan.layout)
         self.rounding = Rounding()
-        codec = Plain() if plan.exchange.codec == "none" else Int8(self.rounding)
+        codec = Plain(forms) if plan.exchange.codec == "none" else Int8(self.rounding, forms)
         self._moves = HeadMoves(plan, share, sp, codec) if sp else None
 
     def gather_projected(self, x_sC: Tensor) -> Tensor:

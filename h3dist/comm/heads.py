@@ -3,7 +3,7 @@
 A rank's heads are cut in as many groups as the plan says; a rank with fewer heads has empty ones. While attention
 works on a group, q, k and v of the next one come and the output of the one before goes. Each move packs once and
 unpacks at most once: q, k and v are normed and rotated into the packet that they travel in, and attended to as they
-arrive; the output is sent as attention left it.
+arrive; the output is sent as attention left it. Codes are made of q, k and v normed and rotated where they are.
 
 Shape letters: S all rows; g rows of this rank's tp group; H heads of its tp share, j heads that it projects to, n of
 its heads in a group of heads; D head size.
@@ -12,14 +12,14 @@ its heads in a group of heads; D head size.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
 
 from h3dist.comm.codec import Codec, Plain
-from h3dist.comm.pieces import Pieces
+from h3dist.comm.pieces import Pieces, Places, places
 from h3dist.comm.wire import Wire
 from h3dist.plan import Plan, Share, Span, length, split_ragged
 
@@ -32,12 +32,16 @@ Turn = Callable[[Heads, Heads], None]  # norms and rotates some heads from one p
 class Part:
     """One group of heads: those of every rank of the sequence group, counted from the first head of our tp share.
 
-    `there` are the pieces of q, k and v, `back` those of the output.
+    `there` are the pieces of q, k and v, `back` those of the output, and after them where each of these lies.
     """
 
     spans: tuple[Span, ...]
     there: Pieces
     back: Pieces
+    going: Places  # q, k and v of our rows and each rank's heads
+    coming: Places  # of each rank's rows and my heads
+    leaving: Places  # the output, likewise
+    returning: Places  # of our rows and each rank's heads
 
     @property
     def counts(self) -> list[int]:
@@ -62,7 +66,14 @@ class HeadMoves:
         rows, heads, count, group = self._rows, _counts(spans), self._codec.count, self._wire.group
         there = Pieces.among(lambda s, r: count((rows[s], 3, heads[r], D)), group.size, group.index)
         back = Pieces.among(lambda s, r: count((rows[r], 1, heads[s], D)), group.size, group.index)
-        return Part(spans, there, back)
+        rows_of = list(pairwise(accumulate(rows, initial=0)))
+        ours = [(0, rows[group.index])] * group.size
+        mine = [(0, heads[group.index])] * group.size
+        return Part(
+            spans, there, back,
+            going=places(there.out, ours, spans), coming=places(there.into, rows_of, mine),
+            leaving=places(back.out, rows_of, mine), returning=places(back.into, ours, spans),
+        )  # fmt: skip
 
     def attend(self, heads: Heads, attention: Attention, turn: Turn) -> Tensor:
         """o_gHD: attention over all rows of heads [p, j, D], turned, part by part, with the moves beside it."""
@@ -102,15 +113,9 @@ class HeadMoves:
 
     def _send(self, part: Part, heads: Heads, turn: Turn) -> Callable[[], Heads]:
         sent = self._codec.room(heads[0], sum(part.there.out))
-        for piece, span in zip(sent.split(part.there.out), part.spans, strict=True):
-            self._write(piece, _some(heads, span), turn)
+        self._codec.write(sent, part.going, heads, turn)
         came = self._move("heads.to", sent, part.there)
         return lambda: self._joined(came(), part, heads[0]).unbind(1)
-
-    def _write(self, piece: Tensor, heads: Heads, turn: Turn) -> None:
-        """Turns some heads on their way into a piece [r, 3, n, D]."""
-        rows, n, D = heads[0].shape
-        self._codec.write(piece, (rows, 3, n, D), heads[0].dtype, lambda out: turn(heads, out.unbind(1)))
 
     def _joined(self, came: Tensor, part: Part, like: Tensor) -> Tensor:
         """qkv_S3nD from every rank's piece; where nothing is coded, what came is it."""
@@ -118,27 +123,20 @@ class HeadMoves:
         if self._plain:
             return came.view(whole)
         qkv_S3nD = like.new_empty(whole)
-        for piece, target in zip(came.split(part.there.into), qkv_S3nD.split(self._rows), strict=True):
-            self._codec.read(piece, target)
+        self._codec.read(came, part.coming, qkv_S3nD.unbind(1))
         return qkv_S3nD
 
     def _send_back(self, part: Part, o_SnD: Tensor, o_gHD: Tensor) -> Callable[[], None]:
         """Starts the return of a part's output to its rows; gives what waits for ours and puts it into o_gHD."""
-        came = self._move("heads.from", self._laid(o_SnD, part.back.out), part.back)
+        came = self._move("heads.from", self._laid(o_SnD, part), part.back)
+        return lambda: self._codec.read(came(), part.returning, (o_gHD,))
 
-        def finish() -> None:
-            for piece, (start, stop) in zip(came().split(part.back.into), part.spans, strict=True):
-                self._codec.read(piece, o_gHD[:, None, start:stop])
-
-        return finish
-
-    def _laid(self, o_SnD: Tensor, out: Sequence[int]) -> Tensor:
+    def _laid(self, o_SnD: Tensor, part: Part) -> Tensor:
         """The output by the rows' owners: as attention left it, where nothing is coded."""
         if self._plain:
             return o_SnD.contiguous().flatten()
-        sent = self._codec.room(o_SnD, sum(out))
-        for piece, o_rnD in zip(sent.split(out), o_SnD.split(self._rows), strict=True):
-            self._codec.write(piece, o_rnD[:, None].shape, o_rnD.dtype, partial(_copied, o_rnD[:, None]))
+        sent = self._codec.room(o_SnD, sum(part.back.out))
+        self._codec.write(sent, part.leaving, (o_SnD,), as_they_are)
         return sent
 
     def _move(self, label: str, sent: Tensor, pieces: Pieces) -> Callable[[], Tensor]:
@@ -149,15 +147,11 @@ class HeadMoves:
         return lambda: came
 
 
-def as_they_are(heads: Heads, out: Heads) -> None:
+def as_they_are(heads: Sequence[Tensor], out: Sequence[Tensor]) -> None:
     """The turn of heads that are turned already."""
     for x, target in zip(heads, out, strict=True):
         if target is not x:
             target.copy_(x)
-
-
-def _copied(x: Tensor, out: Tensor) -> None:
-    out.copy_(x)
 
 
 def _some(heads: Heads, span: Span) -> Heads:
@@ -176,7 +170,7 @@ def _counts(spans: Sequence[Span]) -> list[int]:
 
 
 def _unplaced(part: Part) -> Part:
-    return Part(part.spans, part.there.unplaced, part.back.unplaced)
+    return replace(part, there=part.there.unplaced, back=part.back.unplaced)
 
 
 def _ragged(span: Span, groups: int) -> list[Span]:

@@ -1,7 +1,32 @@
-"""How an all-to-all is cut: what each rank sends to each, and where that lies in what each of them gets."""
+"""How an all-to-all is cut: what each rank sends to each, where that lies in what each of them gets, and what it is of.
+
+A packet is what a rank sends, or gets, in one move: its pieces end to end, each [rows, kinds, heads, D] of consecutive
+rows and heads of as many tensors as there are kinds.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
+
+from h3dist.plan import Span
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a piece begins in its packet, in elements of the wire, and its rows and heads of each kind's tensor."""
+
+    at: int
+    rows: Span
+    heads: Span
+
+
+Places = tuple[Place, ...]
+
+
+def places(counts: Sequence[int], rows: Sequence[Span], heads: Sequence[Span]) -> Places:
+    """Those of pieces of so many elements, end to end."""
+    begins = accumulate(counts[:-1], initial=0)
+    return tuple(Place(*each) for each in zip(begins, rows, heads, strict=True))
 
 
 @dataclass(frozen=True)

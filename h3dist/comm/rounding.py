@@ -5,10 +5,9 @@ It is measured once, on the first attention that an exchange serves; later ones 
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
-KINDS = {3: ("q", "k", "v"), 1: ("output",)}  # by their number in a piece
+KINDS = {3: ("q", "k", "v"), 1: ("output",)}  # by their number in a packet
 
 
 class Rounding:
@@ -18,13 +17,14 @@ class Rounding:
         self._sums: dict[str, Tensor] = {}
         self._done = False
 
-    def add(self, x_rknD: Tensor, codes_rknD: Tensor, scale_rkn1: Tensor) -> None:
-        """Hears of a piece [r, kinds, n, D] and of its codes. The host does not wait for the device."""
-        if self._done:
-            return
-        errors = (codes_rknD * scale_rkn1 - x_rknD).double().square().sum((0, 2, 3))
-        values = x_rknD.double().square().sum((0, 2, 3))
-        for kind, pair in zip(KINDS[x_rknD.shape[1]], torch.stack((errors, values), dim=1), strict=True):
+    @property
+    def asks(self) -> bool:
+        """Whether the first attention is not over yet."""
+        return not self._done
+
+    def add(self, sums_k2: Tensor) -> None:
+        """Hears of a packet's kinds, float64: squared errors and squared values. The host does not wait for them."""
+        for kind, pair in zip(KINDS[len(sums_k2)], sums_k2, strict=True):
             self._sums[kind] = self._sums.get(kind, 0) + pair
 
     def finish(self) -> None:
