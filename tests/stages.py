@@ -5,7 +5,7 @@ Imported by every rank, so it imports nothing that a rank of a run would not.
 
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -50,7 +50,6 @@ class Walked:
     file_bytes: tuple[int, int]  # counted, planned
     rows: tuple[int, int]
     trace: dict[str, Any]  # name -> array, on rank 0
-    heavy: tuple[str, ...]  # modules of HEAVY that this process has
     rounding: dict[str, tuple[float, float]]  # of codes, where heads move as such
     kept: dict[str, str]  # the hashes of the conditions' rows, by kind
 
@@ -91,10 +90,29 @@ def walk(seat: Any, run: Run, layout: Layout, twice: bool = False) -> Walked:
         file_bytes=(dfile.file.bytes_read, share.file_bytes),
         rows=share.rows,
         trace=arrays(prepared.states_Lt, denoised) if site.first else {},
-        heavy=tuple(name for name in HEAVY if name in sys.modules),
         rounding=site.comm.rounding.sums(),
         kept={kind: sha256(rows) for kind, rows in prepared.kept.items()},
     )
+
+
+def walk_lean(seat: Any, run: Run, layout: Layout, twice: bool = False) -> Walked:
+    """The same, where ranks past the first cannot import what encodes and decodes."""
+    with without(HEAVY if seat.rank else ()):
+        return walk(seat, run, layout, twice)
+
+
+@contextmanager
+def without(packages: Collection[str]) -> Iterator[None]:
+    """Importing any of them is an error meanwhile, whether it was imported before or not."""
+    loaded = {name: module for name, module in sys.modules.items() if name.partition(".")[0] in packages}
+    absent = dict.fromkeys([*packages, *loaded])
+    sys.modules.update(absent)  # None in there is what has import fail
+    try:
+        yield
+    finally:
+        for name in absent:
+            del sys.modules[name]
+        sys.modules.update(loaded)
 
 
 def one_core(index: int) -> None:

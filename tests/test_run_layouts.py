@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from official_pipeline import official_pipeline, run_official
-from stages import Run, Walked, on_one_core, prepare_run, walk
+from stages import Run, Walked, on_one_core, prepare_run, walk, walk_lean
 from world import World
 
 from h3dist import pipeline
@@ -116,11 +116,9 @@ def test_one_rank_gives_the_official_latents_after_every_step(case, record_prope
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=name)
 def test_a_layout_gives_the_official_latents_after_every_step(case, world, layout, record_property):
-    ranks = world.run(walk, case.run, layout, True, ranks=layout.world, limit=LIMIT)
+    ranks = world.run(walk_lean, case.run, layout, True, ranks=layout.world, limit=LIMIT)
     check(case, ranks, record_property)
     assert sum(sum(rank.sent.values()) for rank in ranks) > 0
-    for rank in ranks[1:]:
-        assert rank.heavy == (), "only rank 0 encodes and decodes"
 
 
 def exchanging(case: Case, exchange: ExchangeConfig) -> Run:

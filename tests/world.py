@@ -3,10 +3,10 @@
     with World(8) as world:
         results = world.run(function, 1, 2, ranks=3)   # [function(seat, 1, 2) on rank 0, 1, 2]
 
-Processes start once, from a fork server that has imported torch and nothing else has touched, and serve
-many cases; each case gets a rendezvous of its own. `function` is a top-level function of an importable
-module. It is handed its `Seat`, by which it connects. A process whose case failed is replaced before the
-next.
+Processes start once, from a fork server that has imported torch, and without CUDA what whole runs take long to import,
+and that nothing else has touched. They serve many cases; each case gets a rendezvous of its own. `function` is a
+top-level function of an importable module. It is handed its `Seat`, by which it connects. A process whose case failed
+is replaced before the next.
 """
 
 import faulthandler
@@ -27,6 +27,15 @@ from pathlib import Path
 from typing import Any
 
 PRELOAD = ["torch", "torch.distributed", "pytest", "h3dist.comm", "h3dist.plan", "world"]
+WHOLE_RUNS = [  # which might ask a GPU's driver something, and then no child could use it
+    "h3dist.pipeline",
+    "av",
+    "transformers.models.auto.tokenization_auto",
+    "transformers.models.qwen3_vl.modeling_qwen3_vl",
+    "diffusers.models.autoencoders.autoencoder_kl_minimax_h3",
+    "diffusers.models.autoencoders.autoencoder_kl_minimax_h3_audio",
+    "diffusers.modular_pipelines.minimax_h3",
+]
 HOST = "127.0.0.1"
 CONTEXT = multiprocessing.get_context("forkserver")
 
@@ -85,9 +94,11 @@ class World:
     """Up to `size` ranks for any number of cases."""
 
     def __init__(self, size: int) -> None:
+        import torch
         import torch.distributed as dist
 
-        CONTEXT.set_forkserver_preload(PRELOAD)  # no effect once the fork server runs
+        more = WHOLE_RUNS if torch.version.cuda is None else []
+        CONTEXT.set_forkserver_preload(PRELOAD + more)  # no effect once the fork server runs
         self._store = dist.TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
         self._folder = tempfile.TemporaryDirectory(prefix="h3dist-world-")
         self._cases = itertools.count()
