@@ -4,15 +4,19 @@
     python benchmarks/load_gpu.py --device cpu --tiny                            # does it run: some seconds
 
 Writes a denoiser's file of the released layout with random NVFP4 content into a folder of its own and takes it away
-again. Each row is a read of that file, cold (the page cache dropped: of the whole machine where root may, else of this
-file) or warm, or the copy from pinned memory alone. The last column is our rate against the slower of the bare read at
-that temperature, by as many streams as was faster, and the copy. Rows come as they are done.
+again. First what a process pays once, whatever it loads: CUDA's context, and pinned memory by the byte. Then each row
+is a read of that file, cold (none of it in the page cache, which the kernel is asked) or warm, or the copy from pinned
+memory alone; the first load of the process is measured before the others, and alone. `share` is our rate against the
+slower of the bare read at that temperature, by as many streams as was faster, and the copy; `pinning` the seconds of a
+row in which CUDA gave out pinned memory. Rows come as they are done.
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes
 import json
+import mmap
 import os
 import sys
 import tempfile
@@ -34,18 +38,22 @@ from benchmarks.random_files import write_denoiser
 from h3dist.bench.spec import Clip, parse_shape
 from h3dist.bench.suite import environment
 from h3dist.checkpoint.comfy import DenoiserFile, open_denoiser
+from h3dist.checkpoint.readers import READERS
 from h3dist.checkpoint.tiny import CURVE
 from h3dist.model.weights import load_denoiser
 from h3dist.plan import Layout, Share, make_plan, released_dims
 
 PIECE = 32 << 20  # bytes of one read and of one copy
-STREAMS = 4
+STREAMS = 4  # of the bare read, and readers of a load beside the product's own
+PINNED = 256 << 20  # bytes of pinned memory that are asked for to see what they cost
 BIG = ("F8_E4M3", "U8")  # dtypes of codes and scales, which lie side by side at the end of the file
 
 
 @dataclass(frozen=True)
 class Row:
-    """One way to read or copy. host_bytes: what this process held at most, beyond what it had before."""
+    """One way to read or copy. host_bytes: what this process held at most, beyond what it had before. cached: the part
+    of the file that was in the page cache when it began, where the kernel told. pinning: seconds of pinned memory's
+    allocation."""
 
     name: str
     cold: bool
@@ -53,6 +61,8 @@ class Row:
     bytes: int
     host_bytes: int
     ratio: float | None = None
+    cached: float | None = None
+    pinning: float = 0.0
 
     @property
     def rate(self) -> float:
@@ -71,11 +81,12 @@ def main(words: list[str] | None = None) -> int:
         write_denoiser(path, dims)
         print(f"{path.stat().st_size / 1e9:.2f} GB written in {time.perf_counter() - begun:.1f} s to {folder}")
         dfile = open_denoiser(path)
-        told = {"blocks": args.blocks, "file_system": file_system(folder), "dropped": drop(path, device)}
+        rows = list(beginning(device))  # before anything else asks the device
+        told = {"blocks": args.blocks, "repeats": args.repeats, "file_system": file_system(folder)}
         told |= environment(device)
-        print(f"file system {told['file_system']}; page cache dropped: {told['dropped']}\n")
-        print("| | | s | GB | GB/s | of the slower of disk and bus | host GB at most |\n" + "|---" * 7 + "|")
-        rows: list[Row] = []
+        print(f"file system {told['file_system']}\n")
+        print("| | | s | GB | GB/s | share | pinning, s | host GB at most | cached |\n" + "|---" * 9 + "|")
+        print("".join(f"{line(row)}\n" for row in rows), end="", flush=True)
         for row in measured(dfile, path, device, args.repeats):
             row = against(row, rows)
             rows.append(row)
@@ -98,10 +109,25 @@ def arguments(words: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(words)
 
 
+def beginning(device: torch.device) -> Iterator[Row]:
+    """What a process pays once: a context, and the first pinned memory, which CUDA has the kernel lock page by page."""
+    if device.type == "cuda":
+        for name, size in (("CUDA's context", 0), ("pinned memory, the first", PINNED)):
+            held, begun = begin_peak(), time.perf_counter()
+            torch.empty(size, dtype=torch.uint8, pin_memory=True) if size else torch.zeros(1, device=device)
+            torch.cuda.synchronize(device)
+            yield Row(name, True, time.perf_counter() - begun, size, peak() - held)
+
+
 def measured(dfile: DenoiserFile, path: Path, device: torch.device, repeats: int) -> Iterator[Row]:
-    """Bare reads, the bare copy, both, and the product's own loading of a whole rank's share and of half."""
+    """The first load, then bare reads, the bare copy, both, and the product's own loading of all and of half."""
     span, buffers = big_span(dfile), [np.ones(PIECE, np.uint8) for _ in range(STREAMS)]  # touched, as reused ones are
-    torch.zeros(1, device=device)  # the context of the device is no part of loading
+    loads = {
+        "load_denoiser, all": partial(load, path, share_of(dfile, 1), device),
+        f"load_denoiser, all, {STREAMS} readers": partial(load, path, share_of(dfile, 1), device, STREAMS),
+        "load_denoiser, one of two tensor ranks": partial(load, path, share_of(dfile, 2), device),
+    }
+    first = once("load_denoiser, all, the process's first", True, loads["load_denoiser, all"], device, path)
     works: dict[str, Callable[[], int]] = {
         "bare read": partial(read, path, span, buffers[:1]),
         f"bare read, {STREAMS} streams": partial(read, path, span, buffers),
@@ -109,11 +135,11 @@ def measured(dfile: DenoiserFile, path: Path, device: torch.device, repeats: int
     if device.type == "cuda":
         yield best("pinned copy alone", False, partial(copy, span, device), device, path, repeats)
         works["read, pinned, copied"] = partial(read_and_copy, path, span, device)
-    for name, tp in (("all", 1), ("one of two tensor ranks", 2)):
-        works[f"load_denoiser, {name}"] = partial(load, path, share_of(dfile, tp), device)
     for cold in (True, False):
-        for name, work in works.items():
+        for name, work in (works | loads).items():
             yield best(name, cold, work, device, path, repeats)
+        if cold:
+            yield first
 
 
 def against(row: Row, before: Sequence[Row]) -> Row:
@@ -126,26 +152,36 @@ def against(row: Row, before: Sequence[Row]) -> Row:
 
 
 def best(name: str, cold: bool, work: Callable[[], int], device: torch.device, path: Path, repeats: int) -> Row:
-    """The fastest of some runs of work that gives its bytes; cold: each with the page cache dropped, else after one."""
+    """The fastest of some runs of work that gives its bytes; cold: the file is out of the cache, else after a run."""
     if not cold:
         work()
-    runs = []
-    for _ in range(repeats):
-        if cold:
-            drop(path, device)
-        held = begin_peak()
-        begun = time.perf_counter()
-        size = work()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        runs.append((time.perf_counter() - begun, peak() - held))
-    return Row(name, cold, min(run[0] for run in runs), size, max(run[1] for run in runs))
+    runs = [once(name, cold, work, device, path) for _ in range(repeats)]
+    return replace(min(runs, key=lambda run: run.seconds), host_bytes=max(run.host_bytes for run in runs))
 
 
-def load(path: Path, share: Share, device: torch.device) -> int:
+def once(name: str, cold: bool, work: Callable[[], int], device: torch.device, path: Path) -> Row:
+    """One run of it."""
+    there = drop(path) if cold else cached(path)
+    held, pinned_before = begin_peak(), pinning(device)
+    begun = time.perf_counter()
+    size = work()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    seconds = time.perf_counter() - begun
+    return Row(name, cold, seconds, size, peak() - held, None, there, pinning(device) - pinned_before)
+
+
+def pinning(device: torch.device) -> float:
+    """Seconds that this process has spent on the allocation of pinned memory, as torch counts them."""
+    if device.type != "cuda":
+        return 0.0
+    return torch.cuda.host_memory_stats().get("host_alloc_time.total", 0) / 1e6
+
+
+def load(path: Path, share: Share, device: torch.device, readers: int = READERS) -> int:
     """The product's way, from a file that was not open yet; the weights are gone on return. Gives the bytes read."""
     dfile = open_denoiser(path)
-    load_denoiser(dfile, share, device=device, dtype=torch.bfloat16)
+    load_denoiser(dfile, share, device=device, dtype=torch.bfloat16, readers=readers)
     return dfile.file.bytes_read
 
 
@@ -212,22 +248,26 @@ def pinned() -> Tensor:
     return torch.empty(PIECE, dtype=torch.uint8, pin_memory=True)
 
 
-def drop(path: Path, device: torch.device) -> str:
-    """Has the page cache forget: all of it where that may be and a GPU's machine is ours alone, else this file."""
-    os.sync()
-    if device.type == "cuda":
-        try:
-            Path("/proc/sys/vm/drop_caches").write_text("3")
-            return "all"
-        except OSError:
-            pass
+def drop(path: Path) -> float | None:
+    """Has the page cache forget the file; gives the part of it that stayed. Other files, the libraries' too, stay."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
     finally:
         os.close(descriptor)
-    return "of this file"
+    return cached(path)
+
+
+def cached(path: Path) -> float | None:
+    """The part of a file's pages that are in the page cache, by mincore(2); None where the kernel does not tell."""
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as mapped:
+        pages = np.zeros(-(-len(mapped) // mmap.PAGESIZE), np.uint8)
+        view = np.frombuffer(mapped, np.uint8)
+        address, size = ctypes.c_void_p(view.ctypes.data), ctypes.c_size_t(len(mapped))
+        failed = ctypes.CDLL(None).mincore(address, size, pages.ctypes.data_as(ctypes.c_void_p))
+        del view  # or the map cannot be closed
+    return None if failed else float((pages & 1).mean())
 
 
 def begin_peak() -> int:
@@ -260,8 +300,8 @@ def file_system(folder: str) -> str:
 
 def line(row: Row) -> str:
     """A row of the table."""
-    ratio = "" if row.ratio is None else f"{row.ratio:.2f}"
-    rate, warmth = f"{row.rate / 1e9:.2f}", "cold" if row.cold else "warm"
+    ratio, pinned_in = "" if row.ratio is None else f"{row.ratio:.2f}", f"{row.pinning:.3f}" if row.pinning else ""
+    rate, warmth = f"{row.rate / 1e9:.2f}" if row.bytes else "", "cold" if row.cold else "warm"
     cells = (
         row.name,
         warmth,
@@ -269,7 +309,9 @@ def line(row: Row) -> str:
         f"{row.bytes / 1e9:.3f}",
         rate,
         ratio,
+        pinned_in,
         f"{row.host_bytes / 1e9:.2f}",
+        "" if row.cached is None else f"{row.cached:.0%}",
     )
     return f"| {' | '.join(cells)} |"
 

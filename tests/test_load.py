@@ -1,6 +1,8 @@
 """Blocks are read by threads ahead of whoever takes them: in order, no more than few at once, an error in its turn."""
 
 import json
+import mmap
+import os
 import sys
 import threading
 from dataclasses import replace
@@ -100,15 +102,28 @@ def test_the_benchmark_of_a_cold_start_runs(tmp_path, capsys):
     out = tmp_path / "load.json"
     words = ["--device", "cpu", "--tiny", "--blocks", "2", "--folder", str(tmp_path), "--json", str(out)]
     assert load_gpu.main(words) == 0
-    record = json.loads(out.read_text())
-    rows = {(row["name"], row["cold"]): row for row in record["rows"]}
-    assert len(rows) == 8 and all(row["rate"] > 0 for row in rows.values())
+    rows = {(row["name"], row["cold"]): row for row in json.loads(out.read_text())["rows"]}
+    assert len(rows) == 11 and all(row["rate"] > 0 for row in rows.values())
+    held = [max(row["cached"] or 0 for row in rows.values() if row["cold"] == cold) for cold in (True, False)]
+    assert held in ([0, 1], [0, 0], [1, 1]), "[0, 0]: the kernel does not tell; [1, 1]: a file system of memory alone"
     whole, half = (rows[f"load_denoiser, {name}", True] for name in ("all", "one of two tensor ranks"))
     assert 0.5 < half["bytes"] / whole["bytes"] < 0.75  # the linears' half, and small layers whole
     disk = max(rows[name, True]["rate"] for name in ("bare read", f"bare read, {load_gpu.STREAMS} streams"))
     assert whole["ratio"] == pytest.approx(whole["rate"] / disk)
     assert list(tmp_path.iterdir()) == [out], "the file is taken away again"
     assert "| load_denoiser, all | warm |" in capsys.readouterr().out
+
+
+def test_the_kernel_tells_what_it_holds_of_a_file(tmp_path):
+    path = tmp_path / "file"
+    path.write_bytes(bytes(64 * mmap.PAGESIZE))
+    assert load_gpu.cached(path) in (1, None)
+    if load_gpu.drop(path) == 1:
+        pytest.skip("a file system of memory alone")
+    with path.open("rb") as file:
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)  # no reading ahead
+        os.pread(file.fileno(), 1, 8 * mmap.PAGESIZE)
+    assert load_gpu.cached(path) in (1 / 64, None)
 
 
 @pytest.mark.gpu

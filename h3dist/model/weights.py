@@ -16,7 +16,7 @@ from torch import Tensor
 
 from h3dist.checkpoint.comfy import DenoiserDims, DenoiserFile
 from h3dist.checkpoint.formats import Weight
-from h3dist.checkpoint.readers import ahead
+from h3dist.checkpoint.readers import READERS, ahead
 from h3dist.checkpoint.shard import fc1_slice, fc2_slice, out_slice, qkv_slice, read_linear, read_tensor
 from h3dist.model.narrow import narrowed
 from h3dist.model.offload import OffloadedBlocks
@@ -76,11 +76,13 @@ def load_denoiser(
     dtype: torch.dtype,
     gemm: str = "dense",
     offload: bool = False,
+    readers: int = READERS,
 ) -> DenoiserWeights:
     """Read what this rank keeps: its slices of every block, rounded where `gemm` is fp8 or int8; small layers whole.
 
-    offload: the blocks are left in the host's memory, and come when they are asked for. Blocks are read by threads, and
-    on CUDA into pinned memory: at most two linears a thread are in the host's memory, however many blocks there are.
+    offload: the blocks are left in the host's memory, and come when they are asked for. Blocks are read by so many
+    `readers`, threads, and on CUDA into pinned memory: at most two linears a thread are in the host's memory, however
+    many blocks there are.
     """
     device = torch.empty(0, device=device).device  # with its index: a thread has a current device of its own
     dfile.file.pinned = device.type == "cuda"
@@ -88,7 +90,7 @@ def load_denoiser(
     heads = [read_projection(dfile, f"final_layer.{name}_out", device) for name in ("video", "audio")]
     names = (f"blocks.{index}" for index in range(dfile.dims.layers))
     mine = share.tp_heads, share.ffn, projected
-    read = ahead(partial(read_block, dfile, name, *mine, device=device, dtype=dtype) for name in names)
+    read = ahead((partial(read_block, dfile, name, *mine, device=device, dtype=dtype) for name in names), readers)
     blocks = (narrow_block(block, gemm, dtype) for block in read)
     return DenoiserWeights(
         dims=dfile.dims,
