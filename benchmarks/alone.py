@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from kernel_times import Kernel, length, longest
-from profiled import events_of, kernels_of, traced
+from profiled import events_of, kernels_of, ranged, traced
 from torch import Tensor
 
 from h3dist.attention.backend import Attention
@@ -22,15 +22,19 @@ from h3dist.bench.timing import Clock
 from h3dist.checkpoint.nvfp4 import Nvfp4Weight
 from h3dist.checkpoint.tiles import code_shape, scale_shape
 from h3dist.comm import Comm
+from h3dist.comm.forms import Forms, choose_forms
 from h3dist.comm.pieces import Pieces
 from h3dist.comm.wire import Group, Wire
 from h3dist.model.denoiser import Denoiser
 from h3dist.model.elementwise import Heads
+from h3dist.model.exchange import Exchange
 from h3dist.model.linear import Fp4Kernels, Fp4Linear
 from h3dist.model.packed import PackedLinear
 from h3dist.plan import Plan
 
-WAYS = "heads/1,heads/4,hidden/1,heads/1/int8,hidden/1+packed"
+WAYS = "heads/1,heads/4,hidden/4,heads/1/int8"
+PACK, UNPACK, QUANTISE, DEQUANTISE = (f"alone.{part}" for part in ("pack", "unpack", "quantise", "dequantise"))
+MOVES, TURNED = "alone.moves", "alone.turned"
 REPEATS = 5
 
 
@@ -106,36 +110,50 @@ class StillAttention:
 
 
 def measure(plan: Plan, rank: int, device: torch.device, *, fused: bool) -> dict[str, Any]:
-    """Milliseconds of a block, of the exchange's kernels in it, and their share; the kernels by name.
+    """Milliseconds of a block, of the exchange's kernels in it, in all and by what they do, and the shares; the kernels
+    by name.
 
-    share: without the norm and rotation of q and k, which the moves do on their way and any block has to do.
-
-    issued: the moves by the clock, in which the host may be what takes long; a step's host is ahead of the device.
+    What turns q and k, by norm and rotation, counts as packing beyond what it takes where they lie, which any block has
+    to do (`turn`). issued: the moves by the clock, in which the host may be what takes long; a step's host is ahead of
+    the device.
     """
     clock, comm = Clock(device, REPEATS), still_comm(plan, rank, device)
     denoiser = denoiser_of(random_weights(plan, rank, device), plan, comm, fused=fused, ahead=fused)
     weights = denoiser.weights
     x_sC = torch.randn((denoiser.own_rows, plan.dims.hidden), device=device, dtype=weights.dtype)
     stream = denoiser.stream(x_sC)
-    block = clock.time(lambda: denoiser.run_block(stream, 0, 0)).median
-    moves, turn = moves_of(plan, rank, denoiser)
-    issued = clock.time(moves).median
-    found, turned = (
-        kernels_of(events_of(traced(lambda _, work=work: work(), clock, 1 + REPEATS)), device.type)
-        for work in (moves, turn)
-    )
-    all_of_it, turning = (_seconds(kernels) / REPEATS for kernels in (found, turned))
-    told = {"ranks": plan.layout.world, "rank": rank, "rows": denoiser.own_rows, "block": 1000 * block}
-    told |= {"moves": 1000 * all_of_it, "turn": 1000 * turning, "issued": 1000 * issued}
-    told |= {"share": (all_of_it - turning) / block}
-    return told | {"kernels": longest(found, REPEATS)}
+    block = 1000 * clock.time(lambda: denoiser.run_block(stream, 0, 0)).median
+    moves, turn = moves_of(plan, rank, denoiser, comm.exchange(plan, ranged_forms(fused)))
+    issued = 1000 * clock.time(moves).median
+    moves, turn = ranged(MOVES, moves), ranged(TURNED, turn)
+    profile = traced(lambda _: (moves(), turn()), clock, 1 + REPEATS)
+    found = kernels_of(events_of(profile), device.type, (PACK, UNPACK, QUANTISE, DEQUANTISE, TURNED, MOVES))
+    told = {"ranks": plan.layout.world, "rank": rank, "rows": denoiser.own_rows, "block": block, "issued": issued}
+    told |= times(found, block)
+    return told | {"kernels": longest([kernel for kernel in found if kernel.within != TURNED], REPEATS)}
 
 
-def _seconds(kernels: Sequence[Kernel]) -> float:
-    return length((kernel.start, kernel.stop) for kernel in kernels) / 1e6
+def times(found: Sequence[Kernel], block: float) -> dict[str, Any]:
+    """Milliseconds of REPEATS turns' kernels, each: the moves, and their parts; and each part's share of a block."""
+
+    def spent(*parts: str) -> float:
+        return length((kernel.start, kernel.stop) for kernel in found if kernel.within in parts) / 1000 / REPEATS
+
+    turn, moves = spent(TURNED), spent(PACK, UNPACK, QUANTISE, DEQUANTISE, MOVES)
+    parts = {"pack": spent(PACK) - turn, "unpack": spent(UNPACK), "quantise": spent(QUANTISE)}
+    parts |= {"dequantise": spent(DEQUANTISE), "other": spent(MOVES)}
+    shares = {part: time / block for part, time in parts.items()}
+    return {"moves": moves, "turn": turn, "parts": parts, "shares": shares, "share": (moves - turn) / block}
 
 
-def moves_of(plan: Plan, rank: int, denoiser: Denoiser) -> tuple[Callable[[], object], Callable[[], object]]:
+def ranged_forms(fused: bool) -> Forms:
+    """A run's own forms, each in a range of the profiler."""
+    return Forms(*map(ranged, (UNPACK, QUANTISE, DEQUANTISE), choose_forms(fused)))
+
+
+def moves_of(
+    plan: Plan, rank: int, denoiser: Denoiser, exchange: Exchange
+) -> tuple[Callable[[], object], Callable[[], object]]:
     """What a block asks of the exchange, q, k and v as its product leaves them, attention standing still; and the norm
     and rotation of q and k alone, which the moves do on their way and which a block without moves does too.
     """
@@ -144,7 +162,7 @@ def moves_of(plan: Plan, rank: int, denoiser: Denoiser) -> tuple[Callable[[], ob
     like = {"device": weights.device, "dtype": weights.dtype}
     x_sC = torch.randn((denoiser.own_rows, plan.dims.hidden), **like)
     q_pjD, k_pjD, v_pjD = torch.randn((rows, 3, heads, plan.dims.head_dim), **like).unbind(1)
-    exchange, attention = denoiser.view.exchange, StillAttention(denoiser.view.attention)
+    attention = StillAttention(denoiser.view.attention)
     bring = exchange.gather_projected if plan.exchange.rows == "plain" else packed(denoiser)
 
     block, view = weights.blocks[0], denoiser.view
@@ -152,9 +170,11 @@ def moves_of(plan: Plan, rank: int, denoiser: Denoiser) -> tuple[Callable[[], ob
     def turn(some: Heads, out: Heads) -> None:
         view.elementwise.turn(some, out, block.q_norm, block.k_norm, view.rotation)
 
+    turning = ranged(PACK, turn)
+
     def moves() -> None:
         bring(x_sC)
-        exchange.attend(q_pjD, k_pjD, v_pjD, attention, turn)
+        exchange.attend(q_pjD, k_pjD, v_pjD, attention, turning)
 
     return moves, lambda: turn((q_pjD, k_pjD, v_pjD), (q_pjD, k_pjD, v_pjD))
 
@@ -185,9 +205,10 @@ def tell(found: Mapping[str, Any]) -> None:
     if found["failed"]:
         print(f"{found['way']}: failed: {found['failed']}", flush=True)
         return
-    who = f"{found['way']:<16} rank {found['rank']} of {found['ranks']}, {found['rows']} rows"
-    turning = f"{found['turn']:.3f} of it turning"
-    moves = f"moves {found['moves']:.3f} ms, {turning}, {found['share']:.2%} (issued in {found['issued']:.3f} ms)"
-    print(f"{who:<44}block {found['block']:.3f} ms, {moves}")
+    who = f"{found['way']:<14} rank {found['rank']} of {found['ranks']}, {found['rows']} rows"
+    moves = f"block {found['block']:.3f} ms, moves {found['moves']:.3f} ms, {found['turn']:.3f} of it turning"
+    print(f"{who:<42}{moves}; the rest {found['share']:.2%} (issued in {found['issued']:.3f} ms)")
+    parts = (f"{part} {time:.3f} ms {found['shares'][part]:.2%}" for part, time in found["parts"].items())
+    print("  " + ", ".join(parts))
     for row in found["kernels"][:6]:
         print(f"  {row['calls']:>8.2f}{row['ms']:>10.4f}  {row['name']}", flush=True)

@@ -5,7 +5,7 @@ The parts are ranges of the host, put around a denoiser's own calls; what the de
 
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import replace
 from math import inf
 from typing import Any
@@ -19,7 +19,7 @@ from h3dist.model.denoiser import Denoiser
 from h3dist.model.exchange import Exchange
 
 TURN = "trace.turn"
-RANGES = (ATTENTION, EXCHANGE, TURN)  # of the host, the innermost first
+PARTS = (ATTENTION, EXCHANGE)  # the innermost first
 
 
 def mark(denoiser: Denoiser) -> None:
@@ -66,14 +66,15 @@ def events_of(found: profile) -> Sequence[Any]:
     return found.profiler.kineto_results.events()
 
 
-def kernels_of(events: Sequence[Any], device: str) -> list[Kernel]:
-    """The kernels and copies of a "cuda" device; of a "cpu" the operators that no other one calls.
+def kernels_of(events: Sequence[Any], device: str, parts: Sequence[str] = PARTS) -> list[Kernel]:
+    """The kernels and copies of a "cuda" device; of a "cpu" the operators that no other one calls. Each is within one
+    of `parts`, the innermost first, or within none but the turn.
 
     The first turn of the work is left out: ranks begin it one after the other, and end it together.
     """
     host = [event for event in events if event.device_type() == DeviceType.CPU]
-    ranges = {name: sorted(_span(event) for event in host if event.name() == name) for name in RANGES}
-    launched = outermost(host) if device == "cpu" else launches(events, host)
+    ranges = {name: sorted(_span(event) for event in host if event.name() == name) for name in (*parts, TURN)}
+    launched = outermost(host, ranges) if device == "cpu" else launches(events, host, ranges)
     begun = ranges[TURN][1][0]
     placed = [(event, inside(at, ranges)) for event, at in launched if at >= begun]
     own = busiest(placed) if device == "cuda" else None
@@ -101,17 +102,17 @@ def _span(event: Any) -> tuple[int, int]:
     return event.start_ns(), event.end_ns()
 
 
-def outermost(host: Sequence[Any]) -> Iterator[tuple[Any, int]]:
+def outermost(host: Sequence[Any], ranges: Container[str]) -> Iterator[tuple[Any, int]]:
     """Of the host's operators those that lie in no other one of their thread, each with its beginning."""
     ends: dict[int, int] = {}
-    operators = (event for event in host if event.name() not in RANGES)
+    operators = (event for event in host if event.name() not in ranges)
     for event in sorted(operators, key=lambda event: (event.start_ns(), -event.end_ns())):
         if event.start_ns() >= ends.get(event.start_thread_id(), 0):
             ends[event.start_thread_id()] = event.end_ns()
             yield event, event.start_ns()
 
 
-def launches(events: Sequence[Any], host: Sequence[Any]) -> Iterator[tuple[Any, int]]:
+def launches(events: Sequence[Any], host: Sequence[Any], ranges: Container[str]) -> Iterator[tuple[Any, int]]:
     """The device's events that are work, each with the time at which the host launched it.
 
     A kernel shares its correlation id with the call that launched it; failing that, it names the operator around it,
@@ -120,7 +121,7 @@ def launches(events: Sequence[Any], host: Sequence[Any]) -> Iterator[tuple[Any, 
     calls = {event.correlation_id(): event.start_ns() for event in host if event.linked_correlation_id()}
     operators = {event.correlation_id(): event.start_ns() for event in host if not event.linked_correlation_id()}
     for event in events:
-        drawn = event.is_user_annotation() or event.name() in RANGES or event.name().startswith("nccl:")
+        drawn = event.is_user_annotation() or event.name() in ranges or event.name().startswith("nccl:")
         if event.device_type() == DeviceType.CUDA and not drawn:
             around = operators.get(event.linked_correlation_id(), event.start_ns())
             yield event, calls.get(event.correlation_id(), around)

@@ -1,7 +1,7 @@
 """How pieces are taken off the wire and coded: the kernels against the plain forms, to the bit.
 
-Kernels run on a GPU, or on a CPU by the interpreter of Triton where that is installed and TRITON_INTERPRET=1 is set; the
-rest runs anywhere.
+Kernels run on a GPU, or on a CPU by the interpreter of Triton, where it is installed and TRITON_INTERPRET=1 is set;
+the rest runs anywhere.
 """
 
 import importlib.util

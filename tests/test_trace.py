@@ -236,7 +236,7 @@ def test_alone_a_rank_does_its_own_part_of_the_exchange_and_counts_its_bytes(way
     plan = trace.plan_of(way, args, trace.replace(trace.spec_of(args, 1), blocks=1), Layout(sp=4), CPU)
     comm = alone.still_comm(plan, 3, CPU)
     denoiser = denoiser_of(random_weights(plan, 3, CPU), plan, comm)
-    moves, _ = alone.moves_of(plan, 3, denoiser)
+    moves, _ = alone.moves_of(plan, 3, denoiser, denoiser.view.exchange)
     before = dict(comm.counted)
     moves()
     counted = {label: count - before[label] for label, count in comm.counted.items() if label != "outputs"}
@@ -251,16 +251,23 @@ def test_alone_a_rank_does_its_own_part_of_the_exchange_and_counts_its_bytes(way
 
 def test_alone_tells_every_way_and_goes_on_after_one_that_fails(tmp_path, capsys):
     out = tmp_path / "alone.json"
-    words = [*SMALL, "--alone", "2", "--ways", "heads/2/int8,hidden/1+pcked,hidden/1+packed", "--json", str(out)]
+    ways = "heads/2/int8,hidden/1+pcked,hidden/1+packed,heads/1"
+    words = [*SMALL, "--alone", "2", "--ways", ways, "--json", str(out)]
     trace.main(words)
     rows = json.loads(out.read_text())["alone"]
-    assert [(row["way"], bool(row["failed"])) for row in rows[::2]] == [
-        ("heads/2/int8", False), ("hidden/1+pcked", True), ("hidden/1+packed", False),
+    assert [(row["way"], bool(row["failed"])) for row in rows] == [
+        ("heads/2/int8", False), ("hidden/1+pcked", True), ("hidden/1+packed", False), ("heads/1", False),
     ]  # fmt: skip
-    assert [row["rank"] for row in rows if not row["failed"]] == [0, 1, 0, 1]
-    for row in (row for row in rows if not row["failed"]):
-        assert row["turn"] > 0 and row["share"] == pytest.approx((row["moves"] - row["turn"]) / row["block"])
-    packed = {row["name"]: row["calls"] for row in rows[4]["kernels"]}
+    told = [row for row in rows if not row["failed"]]
+    for row in told:
+        assert row["rank"] == 0 and row["turn"] > 0
+        assert row["share"] == pytest.approx((row["moves"] - row["turn"]) / row["block"])
+        assert sum(row["parts"].values()) == pytest.approx(row["moves"] - row["turn"], rel=1e-6)
+        assert sum(row["shares"].values()) == pytest.approx(row["share"], rel=1e-6)
+    coded = ("unpack", "quantise", "dequantise")
+    found = [[part for part in coded if row["parts"][part] > 0] for row in told]
+    assert found == [["quantise", "dequantise"], ["unpack"], ["unpack"]]
+    packed = {row["name"]: row["calls"] for row in rows[2]["kernels"]}
     assert packed["aten::cat"] == 1, "codes and scales, side by side"
     assert "+pcked must be one of packed, copy; did you mean 'packed'?" in capsys.readouterr().out
 

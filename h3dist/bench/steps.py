@@ -16,6 +16,7 @@ from torch import Tensor
 from h3dist.attending import task_of
 from h3dist.attention.registry import find, why_not
 from h3dist.comm import Comm
+from h3dist.comm.forms import choose_forms
 from h3dist.model.denoiser import Denoiser
 from h3dist.model.fused import choose_elementwise
 from h3dist.model.linear import linear_of_run
@@ -84,7 +85,8 @@ def denoiser_of(
 
     Raises what an attention backend, a product or the fused path raises that cannot be here.
     """
-    device, share, exchange = weights.device, plan.shares[comm.rank], comm.exchange(plan)
+    device, share = weights.device, plan.shares[comm.rank]
+    exchange = comm.exchange(plan, choose_forms(fused))
     backend, task = find(plan.attention), task_of(plan, comm.rank, device)
     error = why_not(backend, task)
     if error is not None:
