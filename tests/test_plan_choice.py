@@ -229,6 +229,21 @@ def test_an_exchange_left_open_is_the_plainest_of_the_fastest(fixture):
     assert f"exchange {taken.plan.exchange}: attention hides " in why and "exchange heads in 1 group lost: " in why
 
 
+def test_collectives_are_taken_where_they_are_predicted_to_be_faster(monkeypatch):
+    """A table in which copies are slow; and without one, ranks try copies, as ever."""
+    table = load_rates()
+    rows = [
+        row | {"value": 0.1} if (row["of"], row["what"]) == ("NV copy", "efficiency") else row for row in table.rows
+    ]
+    open_ways = open_exchanges("heads", "1", "none", transport="auto")
+    machine = machine_of(2, lambda a, b: "NV18")
+    slow = choose(Weigher(base_plan(), machine, replace(table, rows=rows), open_ways), [2], None).taken
+    assert slow.plan.exchange == PLAIN
+    for other in (replace(machine, links=()), machine_of(2, lambda a, b: "SYS")):
+        tried = choose(Weigher(base_plan(), other, table, open_ways), [2], None).taken
+        assert tried.plan.exchange == ExchangePlan(transport="auto")
+
+
 def test_the_exchange_is_plain_unless_left_open_and_what_is_faster_is_told():
     choice = decide("rtxpro6000-sys-x2", LONG).choice
     assert choice.taken.plan.exchange == PLAIN

@@ -8,15 +8,16 @@ Ranks work in step, so a term is the slowest rank's:
     elementwise   bytes of norms, modulation, rotation, activation and gates
     packing       bytes of laying together what the exchange over sp sends and brings
     exchange      rows for heads and back over sp: bytes over what they share (`wires`), but for what moves while
-                  attention works on another group of heads (`overlap`)
+                  attention works on another group of heads, or the product on a rank's own rows (`overlap`)
     reduce        gather and reduce over tp, likewise
     outputs       the gather of both heads' outputs
     latency       of all these messages, those of the exchange once a group, and of the agreements on activation scales
     host          what is left of the time that the host takes to start all this, if the device is faster
 
 S rows in all, s own, g of the tp group; h heads attended to, D their size, N and K of a rank's cut of a linear.
-The exchange alone overlaps with another term. Under its variant "hidden" the QKV product takes all S rows to a rank's
-own h heads, whose weights alone are held and made dense, and what comes there needs no packing.
+The exchange alone overlaps with others, and attention is slower beside what comes meanwhile. Under its variant "hidden"
+the QKV product takes all S rows to a rank's own h heads, whose weights alone are held and made dense, and what comes
+there needs no packing.
 """
 
 from collections.abc import Iterator
@@ -41,13 +42,16 @@ THERE, BACK = ("heads.to", "hidden.gather"), "heads.from"
 WIDTHS_OWN = 14  # C wide tensors read and written for an own row: two halves of norm 2, modulation 2, gate 3
 WIDTHS_HELD = 10  # H D wide ones for a group's row: norms of q and k 4, rotation 4, v's copy 2
 WIDTHS_FFN = 5  # f wide ones: silu reads 1 writes 1, product reads 2 writes 1
-WIDTHS_THERE, WIDTHS_BACK = 6, 2  # H D wide ones for the exchange: q, k and v laid together, then the output
-CODED = 2  # and with a codec: into codes before, out of them after
+WIDTHS_THERE, WIDTHS_BACK = (
+    2,
+    5,
+)  # H D wide ones for the exchange, as measured: q, k and v laid together, the output apart
+CODED_THERE, CODED_BACK = 6, 2  # and with a codec: into codes before, out of them after
 
 
 @dataclass(frozen=True)
 class Cost:
-    """Predicted seconds of one evaluation, by term; `overlapped` is what attention hides, and no term."""
+    """Predicted seconds of one evaluation, by term; `overlapped` is what of the exchange is hidden, and no term."""
 
     products: float
     attention: float
@@ -94,6 +98,10 @@ class Pricing:
         found = moves(plan)
         self._seconds = {move.label: wires.seconds(move) for move in found}
         self._latency = {move.label: wires.latency(move) for move in found}
+        self._beside = max(wires.beside(move) for move in found if move.label == "heads.to")
+        self._ahead = sum(
+            wires.hides(move) * self._seconds[move.label] for move in found if move.label == "hidden.gather"
+        )
         shares = plan.shares
         self._base = Cost(
             products=max(_products(plan, share, device) for share in shares),
@@ -126,8 +134,11 @@ class Pricing:
         attention = base.attention * max(wave_loss(plan.rows, h, groups, self._device.units) for h in heads)
         first, last = (max(group_sizes(h, groups)[end] / h for h in heads) for end in (0, -1))
         there, back = (sum(self._seconds.get(label, 0.0) for label in labels) for labels in (THERE, (BACK,)))
-        shown = exposed(there, back, attention, 1.0 if plan.exchange.hidden_on(plan.layout) else first, last)
-        return {"attention": attention, "exchange": shown, "overlapped": there + back - shown}
+        ahead = min(self._ahead, min(_own_product(plan, share, self._device) for share in plan.shares))
+        first = 1.0 if plan.exchange.hidden_on(plan.layout) else first
+        shown = exposed(there - ahead, back, attention, first, last)
+        slowed = self._beside * min(attention, there * (1 - first))
+        return {"attention": attention + slowed, "exchange": shown, "overlapped": there + back - shown}
 
 
 def step_cost(plan: "Plan", device: "DeviceRates", wires: Wires) -> Cost:
@@ -162,10 +173,21 @@ def attention_flops(plan: "Plan", share: "Share") -> float:
 
 
 def _products(plan: "Plan", share: "Share", device: "DeviceRates") -> float:
+    return product_flops(plan, share) * _seconds_a_flop(plan, device)
+
+
+def _own_product(plan: "Plan", share: "Share", device: "DeviceRates") -> float:
+    """Seconds of the QKV products of a rank's own rows, beside which the others' come."""
+    cut = length(share.tp_heads), length(share.ffn), length(share.projected_heads)
+    flops = 2.0 * plan.dims.layers * length(share.rows) * prod(linear_shapes(plan.dims, *cut)[QKV])
+    return flops * _seconds_a_flop(plan, device)
+
+
+def _seconds_a_flop(plan: "Plan", device: "DeviceRates") -> float:
     dense = device.product[_product(plan)]
     quick = device.product.get("nvfp4", dense)
     part = _fp4_part(plan)
-    return product_flops(plan, share) * (part / quick + (1 - part) / dense)
+    return part / quick + (1 - part) / dense
 
 
 def _attention(plan: "Plan", share: "Share", device: "DeviceRates") -> float:
@@ -210,7 +232,7 @@ def packed_bytes(plan: "Plan", share: "Share") -> float:
     hidden, element = plan.exchange.hidden_on(plan.layout), ELEMENT_BYTES[plan.dtype]
     there, back = (0, WIDTHS_BACK) if hidden else (WIDTHS_THERE, WIDTHS_BACK)
     inner = plan.dims.layers * length(share.group_rows) * length(share.tp_heads) * plan.dims.head_dim
-    coded = CODED * (there + back) // 2 if plan.exchange.codec != "none" else 0
+    coded = (0 if hidden else CODED_THERE) + CODED_BACK if plan.exchange.codec != "none" else 0
     return inner * (element * (there + back) + (element + 1) * coded)
 
 

@@ -11,10 +11,12 @@ variants are one. With `chunks` > 1 the partial results of a tp group are summed
 is multiplied.
 
 What moves heads is the group's collectives (NCCL, or gloo), or by transport "copy" the GPUs' copy engines, which leave
-all of a GPU to attention: the same bytes to the same places. "auto" is copies where every rank can make them.
+all of a GPU to attention: the same bytes to the same places. "auto" is copies where every rank can make them, unless
+collectives are predicted to be faster.
 """
 
 from dataclasses import asdict, dataclass, replace
+from itertools import product
 
 from h3dist.errors import ConfigError, nearest
 from h3dist.plan.layout import Layout
@@ -117,9 +119,11 @@ def open_exchanges(
 ) -> tuple[ExchangePlan, ...]:
     """Every exchange that the configuration leaves to be chosen from, the plainest first. Raises ConfigError.
 
-    A codec, packed rows, chunks and a transport are taken where they are named, and never otherwise.
+    A codec, packed rows, chunks and copies are taken where they are named, and never otherwise. The transport "auto" is
+    copies where ranks can make them, unless collectives are predicted to be faster.
     """
     variants = VARIANTS if variant == AUTO else (variant,)
     numbers = GROUPS if groups == AUTO else (int(groups),)
-    named = codec, rows, chunks, transport
-    return tuple(ExchangePlan(each, number, *named) for each in variants for number in numbers)
+    transports = (AUTO, TRANSPORTS[0]) if transport == AUTO else (transport,)
+    ways = product(transports, variants, numbers)
+    return tuple(ExchangePlan(each, number, codec, rows, chunks, way) for way, each, number in ways)

@@ -5,8 +5,8 @@ beside attention is hidden as long as attention lasts.
 
     exposed = first way there + last way back + whatever of the rest exceeds attention
 
-With one group that is all of it. Groups are cut raggedly, the larger first. Attention is not slowed by what moves
-beside it, which nobody has measured; a cut into groups costs it the end of a wave a group, as below.
+With one group that is all of it. Groups are cut raggedly, the larger first. What comes beside attention slows it, as
+`rates.LinkRates` says of each link; a cut into groups costs it the end of a wave a group, as below.
 """
 
 from math import ceil

@@ -51,11 +51,17 @@ class DeviceRates:
 
 @dataclass(frozen=True)
 class LinkRates:
-    """One class of links, one way: B/s of a port, seconds of a message, B/s of all that share a bridge (None: none)."""
+    """One class of links, one way: B/s of a port, seconds of a message, B/s of all that share a bridge (None: none).
+
+    `beside` are the seconds by which attention takes longer for each second of groups of heads that come meanwhile;
+    `hides` is the part of a gather of hidden rows that is hidden by the product of a rank's own.
+    """
 
     bandwidth: float
     latency: float
     pool: float | None = None
+    beside: float = 0.0
+    hides: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -88,12 +94,19 @@ class Rates:
             raise ConfigError(f"--gpu {name}: no rates for it; known are {', '.join(names)}{nearest(name, names)}")
         return found
 
+    def copies(self, link: Link, device: DeviceRates) -> LinkRates:
+        """The rates of a link where the devices' copy engines move; measured over NVLink, elsewhere taken as NCCL's."""
+        return self._nvlink(link, device, "NV copy") if link.nvlink else self.link(link, device)
+
+    def _nvlink(self, link: Link, device: DeviceRates, of: str) -> LinkRates:
+        count = link.nvlinks or int(device.link.removeprefix("NV") if device.link.startswith("NV") else 1)
+        values = self._values(of)
+        return LinkRates(count * device.nvlink * values.pop("efficiency"), **values)
+
     def link(self, link: Link, device: DeviceRates) -> LinkRates:
         """The rates of a link between two devices of a class. Without P2P the bytes go through the host's memory."""
         if link.nvlink:
-            count = link.nvlinks or int(device.link.removeprefix("NV") if device.link.startswith("NV") else 1)
-            values = self._values("NV")
-            return LinkRates(count * device.nvlink * values["efficiency"], values["latency"])
+            return self._nvlink(link, device, "NV")
         reachable = link.p2p_read and link.p2p_write
         made = self.link_class(link.kind if reachable or link.kind == "HOST" else "SHM")
         port = USABLE * LANE_RATES.get(link.pcie_gen or 5, LANE_RATES[5]) * (link.pcie_width or 16)
