@@ -38,6 +38,7 @@ def main() -> None:
     parser.add_argument("--size", choices=("released", "small"), default="released")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--blocks", type=int, help="fewer than the model's, which are alike; a step is scaled to all")
     parser.add_argument("--steps", type=int, default=4, help="evaluations; the first warms up")
     parser.add_argument("--json", type=Path, required=True)
     args, ranks = parser.parse_args(), read_ranks()
@@ -63,7 +64,8 @@ def measure(args: argparse.Namespace, packing: Packing, device: torch.device, wo
     """Median seconds of a warm evaluation of the slowest rank, and in words how it is split."""
     from diffusers import ContextParallelConfig
 
-    dims = replace(released_dims(), **SMALL) if args.size == "small" else released_dims()
+    whole = replace(released_dims(), **SMALL) if args.size == "small" else released_dims()
+    dims = replace(whole, layers=args.blocks or whole.layers)
     torch.manual_seed(0)
     model = rival.build(dims, device, getattr(torch, args.dtype), small=args.size == "small")
     attention = rival.choose_attention(model, device)
@@ -75,7 +77,14 @@ def measure(args: argparse.Namespace, packing: Packing, device: torch.device, wo
         begun = now(device, world)
         call()
         times.append(now(device, world) - begun)
-    return median(times[1:] or times), f"{attention}, {'ulysses_anything' if uneven else 'ulysses_degree'}"
+    part = "" if dims == whole else f", {whole.layers} / {dims.layers} times what {dims.layers} blocks took"
+    seconds = median(times[1:] or times) * whole.layers / dims.layers
+    return seconds, f"{attention}{f', {_split(uneven)}' if world > 1 else ''}{part}"
+
+
+def _split(uneven: bool) -> str:
+    """The word for diffusers' way to split rows and heads."""
+    return "ulysses_anything" if uneven else "ulysses_degree"
 
 
 def now(device: torch.device, world: int) -> float:
@@ -101,7 +110,7 @@ def tell(
         "shape": args.shape,
         "runner": f"diffusers {diffusers.__version__}",
         "step_seconds": seconds,
-        "note": f"{how if world > 1 else how.split(',')[0]}, {packing.rows} rows, {args.dtype}",
+        "note": f"{how}, {packing.rows} rows, {args.dtype}",
     }
     if cuda:
         point["peak_memory"] = torch.cuda.max_memory_allocated(device)

@@ -1,12 +1,14 @@
 #!/usr/bin/env bash
-# The measured run on the GPUs of one machine: parity, scaling, ways to exchange, ranks that die, diffusers beside it.
+# The measured run on the GPUs of one machine: scaling, diffusers beside it, parity, ranks that die, ways to exchange.
 #
 #   benchmarks/multi_gpu.sh RESULTS [ranks...]      (by default 1 2 4 6 8, as far as there are GPUs)
 #
-# Ends by itself within H3_CALL_SECONDS (540) and says so; called again it goes on where it was, until all is done.
-# H3_STAGES picks among: environment parity scaling rivals exchange alone leave decode clips report. What fails twice
-# is left, with its log in RESULTS/logs. H3_ATTENTION names the attention of all cells, as in H3_ATTENTION=flash4.
-# All JSON files in RESULTS are read by `h3dist report`, whose text is report.md.
+# Ends by itself within H3_SECONDS (540) with exit code 75 and says so; called again it goes on where it was, until all
+# is done. The most valuable comes first: scaling rivals parity leave environment exchange alone decode clips, and each
+# call ends in a report; H3_STAGES picks among them. What fails twice is left. H3_ATTENTION=flash4 names the attention of
+# scaling's cells; H3_RIVAL_BLOCKS=N gives diffusers N of its 50 blocks, and scales its step.
+# RESULTS/out holds JSON and Markdown alone; RESULTS/out.tar.gz is that and what is needed to go on elsewhere: unpack it
+# in RESULTS. Latents are hashed and dropped, unless H3_SAVE_LATENTS=1 keeps them in RESULTS/latents.
 # Without a GPU all of it runs on the processor over gloo, on a small model and tiny clips: a rehearsal.
 #
 # "clips" needs checkpoints: H3_MODEL_PATH and the other variables, or their default places. It looks into the denoiser,
@@ -14,43 +16,74 @@
 # NVLink multicast stays off in every process.
 set -uo pipefail
 cd "$(dirname "$0")/.."
-[ $# -gt 0 ] || { sed -n '2,15s/^# \{0,1\}//p' "$0" && exit 2; }
+[ $# -gt 0 ] || { sed -n '2,19s/^# \{0,1\}//p' "$0" && exit 2; }
 results=$(mkdir -p "$1" && cd "$1" && pwd) && shift
 ranks=("$@") && [ $# -gt 0 ] || ranks=(1 2 4 6 8)
 python=${PYTHON:-python3}
-limit=${H3_CALL_SECONDS:-540}
+limit=${H3_SECONDS:-540}
 attention=${H3_ATTENTION:-sdpa}
-stages=${H3_STAGES:-environment parity scaling rivals exchange alone leave decode clips report}
+order=(scaling rivals parity leave environment exchange alone decode clips)
+stages=${H3_STAGES:-${order[*]} report}
 export NCCL_NVLS_ENABLE=0 TORCH_SYMM_MEM_DISABLE_MULTICAST=1 NVSHMEM_DISABLE_NVLS=1
+export H3_SAVE_LATENTS=${H3_SAVE_LATENTS:-0}
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-4} PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
-mkdir -p "$results/done" "$results/logs"
+out=$results/out waited=()
+mkdir -p "$results/done" "$results/logs" "$results/latents" "$out"
 
 gpus=$("$python" -c 'import torch; print(torch.cuda.device_count())')
 if [ "$gpus" -gt 0 ]; then
     kept=() && for count in "${ranks[@]}"; do [ "$count" -le "$gpus" ] && kept+=("$count"); done
     ranks=(${kept[@]+"${kept[@]}"})
-    size=released place=() odd=224x160x39 dtypes=(float32 bfloat16) copied=,heads+copy,heads/4+copy
-    shapes=(864x480x141/6 1344x768x124/5 1344x768x243/3) # with evaluations, the first of which warms up
+    size=released place=() odd=224x160x39 dtypes=(float32 bfloat16) copied=,heads+copy,heads/4+copy copy=+copy
+    shapes=(1344x768x124/4 864x480x141/4 1344x768x243/2) # with evaluations, the first of which warms up
+    rival=(--steps 3 ${H3_RIVAL_BLOCKS:+--blocks "$H3_RIVAL_BLOCKS"}) hang=8
 else
     export OMP_NUM_THREADS=1
-    size=small place=(runtime.device=cpu runtime.threads=1) odd=96x64x5 dtypes=(float32) copied= # between GPUs alone
-    shapes=(64x64x5/3 96x64x22/2)
+    size=small place=(runtime.device=cpu runtime.threads=1) odd=96x64x5 dtypes=(float32) copied= copy= # between GPUs alone
+    shapes=(96x64x22/3 64x64x5/3 96x64x39/2)
+    rival=(--steps 2) hang=20
 fi
 [ ${#ranks[@]} -gt 0 ] || { echo "none of these numbers of ranks: $gpus GPUs" && exit 2; }
 worlds="worlds=[$(IFS=, && echo "${ranks[*]}")]"
 most=$(printf '%s\n' "${ranks[@]}" | sort -n | tail -n 1)
 several=() && for count in "${ranks[@]}"; do [ "$count" -gt 1 ] && several+=("$count"); done
 
+report() {
+    local file found=()
+    for file in "$out"/{scaling,rivals,parity-*,exchange,leave-*,clips}.json; do
+        [ -s "$file" ] && found+=("$file")
+    done
+    [ ${#found[@]} -gt 0 ] || return 0
+    "$python" -m h3dist report "${found[@]}" >"$out/report.md" && echo "$out/report.md"
+}
+
+leave_off() { # what was measured goes together, however this ends
+    [[ " $stages " == *" report "* ]] && report
+    for folder in "$out"/*.latents; do
+        [ -d "$folder" ] && rm -rf "$results/latents/${folder##*/}" && mv "$folder" "$results/latents/"
+    done
+    tail -n 40 "$results"/logs/*.log >"$out/logs.md" 2>/dev/null
+    tar -czf "$results/out.tar.gz" -C "$results" out done && echo "$((SECONDS)) s; $results/out.tar.gz, $(
+        stat -c %s "$results/out.tar.gz") bytes"
+}
+trap leave_off EXIT
+for folder in "$results/latents"/*.latents; do [ -d "$folder" ] && mv "$folder" "$out/"; done
+
+stop() { # stop WORDS: the next call goes on
+    echo "time is up: call again for $*"
+    exit 75
+}
+
 once() { # once NAME COMMAND...: unless it is done; a second failure is left
     local name=$1 left=$((limit - SECONDS)) begun=$SECONDS code && shift
     [ -e "$results/done/$name" ] && return
-    [ "$left" -ge 20 ] || { echo "time is up: call again for $name and what follows" && exit 75; }
-    timeout -k 20 "$left" "$@" </dev/null >>"$results/logs/$name.log" 2>&1
+    [ "$left" -ge 20 ] || stop "$name and what follows"
+    timeout -k 20 "$left" "$@" </dev/null > >(tee -a "$results/logs/$name.log" | grep --line-buffered "^h3dist: ") 2>&1
     code=$?
-    echo "$name: $([ $code -eq 0 ] && echo done || echo "ended with $code") in $((SECONDS - begun)) s; $(
+    echo "$name: $([ $code -eq 0 ] && echo done || echo "ended with $code") in $((SECONDS - begun)) s, at $SECONDS s; $(
         grep -v '^$' "$results/logs/$name.log" | tail -n 1 | cut -c1-160)"
-    if [ $code -eq 124 ] || [ $code -eq 137 ] || [ $code -eq 143 ]; then
-        echo "time is up: call again for the rest of $name" && exit 75
+    if [ $code -eq 75 ] || [ $code -eq 124 ] || [ $code -eq 137 ] || [ $code -eq 143 ]; then
+        stop "the rest of $name"
     elif [ $code -eq 0 ] || [ -e "$results/logs/$name.failed" ]; then
         echo "$code" >"$results/done/$name"
     else
@@ -58,10 +91,15 @@ once() { # once NAME COMMAND...: unless it is done; a second failure is left
     fi
 }
 
-matrix() { # matrix NAME FILE WORDS...: cells that are done are kept in the file
+matrix() { # matrix NAME FILE WORDS...: cells that are done are kept in the file; those of a layout share a start
+    local name=$1 file=$2 left=$((limit - SECONDS - 10)) && shift 2
+    once "$name" "$python" -m h3dist matrix "$worlds" cell_seconds=240 total_seconds=$((left > 1 ? left : 1)) \
+        results="$out/$file.json" ${place[@]+"${place[@]}"} "$@"
+}
+
+random() { # random NAME FILE WORDS...: the same on random weights
     local name=$1 file=$2 && shift 2
-    once "$name" "$python" -m h3dist matrix "$worlds" cell_seconds=240 results="$results/$file.json" \
-        "attentions=[$attention]" ${place[@]+"${place[@]}"} "$@"
+    matrix "$name" "$file" matrix=scaling together=true "$@"
 }
 
 torchrun() { # torchrun NAME RANKS SCRIPT ARGUMENTS...
@@ -69,37 +107,62 @@ torchrun() { # torchrun NAME RANKS SCRIPT ARGUMENTS...
     once "$name" "$python" -m torch.distributed.run --standalone --nproc-per-node "$count" "$@"
 }
 
+listed() { # listed WORDS...: a list for an override
+    local IFS=,
+    echo "[$(printf "'%s'," "$@" | sed 's/,$//')]"
+}
+
 environment() {
     once environment bash -c '
-        nvidia-smi topo -m >"$1/topology.txt" 2>&1
-        "$2" -c "import torch; print(torch.__version__, torch.version.cuda)" >"$1/versions.txt"
-        "$2" -m h3dist doctor --json --record "$1/topology.json" >"$1/doctor.txt" 2>&1 || true' - "$results" "$python"
+        nvidia-smi topo -m >"$1/topology.md" 2>&1
+        timeout 60 "$2" -m h3dist doctor --json --record "$1/topology.json" >"$1/doctor.json" 2>/dev/null || true' - "$out" "$python"
 }
 
-parity() { # odd sizes; every layout against one rank, twice, and every way to exchange
-    local dtype small=(matrix=scaling name=parity size=small text_rows=41 "shapes=[$odd]" request.steps=4)
+beside() { # beside COMMAND...: while others like it run, on GPUs; nothing of it is timed
+    ("$@") &
+    waited+=($!)
+    [ "$gpus" -gt 0 ] || joined
+}
+
+joined() { # all that runs beside has ended
+    local one late=
+    for one in ${waited[@]+"${waited[@]}"}; do
+        wait "$one" || late=yes
+    done
+    waited=()
+    [ -z "$late" ] || stop "the rest"
+}
+
+parity() { # odd sizes; every layout and every way to exchange against one rank, twice
+    local dtype
     for dtype in "${dtypes[@]}"; do
-        matrix "parity-$dtype" parity "${small[@]}" runtime.dtype="$dtype" repeats=2 \
-            "layouts=[single,ulysses,tensor,hybrid]"
-        [ ${#several[@]} -eq 0 ] || matrix "parity-$dtype-exchange" parity "${small[@]}" runtime.dtype="$dtype" \
-            "layouts=[single,ulysses,hybrid]" "exchanges=[heads,heads/3,hidden,hidden/3$copied]"
+        beside random "parity-$dtype" "parity-$dtype" name=parity size=small text_rows=41 "shapes=[$odd]" request.steps=4 repeats=2 \
+            runtime.dtype="$dtype" "attentions=[sdpa]" "layouts=[single,ulysses,tensor,hybrid]" \
+            "exchanges=[heads,heads/3,hidden,hidden/3$copied]"
     done
+    joined
 }
 
-scaling() {
-    local shape
-    for shape in "${shapes[@]}"; do
-        matrix "scaling-${shape%/*}" scaling matrix=scaling size=$size "shapes=[${shape%/*}]" request.steps="${shape#*/}"
+scaling() { # of each shape the ways that matter most; ranks that share a layout start once for all shapes
+    local shape=${shapes[0]} short=${shapes[1]} long=${shapes[2]} count cells=("${shapes[0]} single 1")
+    for count in ${several[@]+"${several[@]}"}; do
+        cells+=("$shape ulysses $count" "$shape ulysses $count heads/4$copy" "$shape ulysses $count hidden/4$copy")
+        cells+=("$short ulysses $count hidden/4$copy" "$long ulysses $count hidden/4$copy" "$short ulysses $count")
+        cells+=("$shape tensor $count") && [ "$count" -gt 3 ] && cells+=("$shape hybrid $count")
     done
+    cells+=("$short single 1" "$long single 1")
+    random scaling scaling size=$size "attentions=[$attention]" "cells=$(listed "${cells[@]}")"
 }
 
 exchange() { # beside scaling's cells, in the same file, so that gains are over the same single rank
-    local shape
-    [ ${#several[@]} -gt 0 ] || return 0
-    for shape in "${shapes[@]:0:2}"; do
-        matrix "exchange-${shape%/*}" scaling matrix=scaling size=$size "shapes=[${shape%/*}]" \
-            request.steps="${shape#*/}" "layouts=[single,ulysses]" "exchanges=[heads,heads/4,heads/7,hidden,hidden/4,auto$copied]"
+    local count way cells=("${shapes[0]} single 1")
+    for count in ${several[@]+"${several[@]}"}; do
+        for way in heads/4 hidden hidden/4 ${copy:+heads$copy hidden$copy} auto${copy:++auto}; do
+            cells+=("${shapes[0]} ulysses $count $way")
+        done
     done
+    [ ${#several[@]} -eq 0 ] || random exchange scaling size=$size "attentions=[$attention]" \
+        "cells=$(listed "${cells[@]}")"
 }
 
 alone() { # one block's exchange: ours, even and uneven collectives, fast-ulysses
@@ -107,18 +170,16 @@ alone() { # one block's exchange: ours, even and uneven collectives, fast-ulysse
     for shape in "${shapes[@]:0:2}"; do
         for count in ${several[@]+"${several[@]}"}; do
             torchrun "alone-${shape%/*}-$count" "$count" benchmarks/exchange.py --shape "${shape%/*}" --size $size \
-                --json "$results/exchange.json"
+                --json "$out/exchange.json"
         done
     done
 }
 
-rivals() { # diffusers' transformer of the same size, and its Ulysses
-    local shape count
-    for shape in "${shapes[@]}"; do
-        for count in "${ranks[@]}"; do
-            torchrun "rivals-${shape%/*}-$count" "$count" benchmarks/diffusers_ulysses.py --shape "${shape%/*}" \
-                --size $size --steps 3 --json "$results/rivals.json"
-        done
+rivals() { # diffusers' transformer of the same size, and its Ulysses: at the first shape, most ranks first
+    local count
+    for count in $(printf '%s\n' "${ranks[@]}" | sort -nr); do
+        torchrun "rivals-${shapes[0]%/*}-$count" "$count" benchmarks/diffusers_ulysses.py --shape "${shapes[0]%/*}" \
+            --size $size "${rival[@]}" --json "$out/rivals.json"
     done
 }
 
@@ -126,9 +187,10 @@ leave() {
     local how
     [ "$most" -gt 1 ] || return 0
     for how in killed hung; do
-        once "leave-$how" "$python" benchmarks/leave.py --ranks "$most" --how $how --json "$results/leave.json" \
-            ${place[@]+"${place[@]}"} "shapes=[$odd]"
+        beside once "leave-$how" "$python" benchmarks/leave.py --ranks "$most" --how $how --timeout $hang \
+            --json "$out/leave-$how.json" ${place[@]+"${place[@]}"} "shapes=[$odd]"
     done
+    joined
 }
 
 tiny() { # a set of tiny checkpoints, and its overrides in `set`
@@ -188,17 +250,11 @@ for name, turn in (("first", 0), ("last", 90)):
     matrix clips-fl2va clips "${run[@]}" request.first_frame="$results/first.png" request.last_frame="$results/last.png"
 }
 
-report() {
-    local file found=()
-    for file in parity scaling rivals exchange leave clips; do
-        [ -s "$results/$file.json" ] && found+=("$results/$file.json")
-    done
-    [ ${#found[@]} -gt 0 ] || return 0
-    "$python" -m h3dist report "${found[@]}" >"$results/report.md" && echo "$results/report.md"
-}
-
 for stage in $stages; do
-    "$stage"
+    [[ " ${order[*]} report " == *" $stage "* ]] || { echo "H3_STAGES: no $stage; there are ${order[*]} report" && exit 2; }
+done
+for stage in "${order[@]}"; do
+    [[ " $stages " != *" $stage "* ]] || "$stage"
 done
 for name in "$results"/logs/*.failed; do
     [ -e "$name" ] && name=$(basename "$name" .failed) && [ ! -e "$results/done/$name" ] && again=yes
