@@ -24,7 +24,7 @@ from h3dist.fusing import agree_on_elementwise
 from h3dist.model import fused
 from h3dist.model.dense import dense_linear
 from h3dist.model.elementwise import NORM_EPS, PLAIN, Run, turn
-from h3dist.model.narrow import fp8_rounding
+from h3dist.model.narrow import Fp8Rows, activation_of_run, fp8_rounding, narrowed
 from h3dist.model.reused import ReusedLinear, made_dense, plain_fill, triton_fill
 from h3dist.model.rotary import Rotation, rotation
 from h3dist.plan import Layout
@@ -105,6 +105,37 @@ def test_rows_rounded_to_fp8_are_those_of_the_plain_form(
     assert torch.equal(scales, expected)
     if device == "cuda":  # the interpreter's E4M3 is not a GPU's
         assert torch.equal(found.view(torch.uint8), codes.view(torch.uint8))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("shape", [(1, 16), (9, 1040), (7, 14336), (0, 32), (3, 0)])
+def test_an_activation_rounded_to_fp8_is_that_of_two_kernels_to_the_bit(
+    device: str, dtype: torch.dtype, shape: tuple[int, int]
+) -> None:
+    g, f = shape
+    gate_up = (3 * rows("cpu", torch.float32, g, 2 * f) * torch.logspace(-3, 3, g)[:, None]).to(device, dtype)
+    if g > 4:
+        gate_up[1] = 0
+    layer = narrowed(nvfp4(torch.randn(16, 16)), "fp8", dtype)
+    found = activation_of_run(fused.load(), [layer]).activate(gate_up)
+    codes, scale = fp8_rounding()(fused.load().activate(gate_up))
+    assert isinstance(found, Fp8Rows) and found.dtype == dtype and found.shape == shape
+    assert torch.equal(found.scale, scale) and torch.equal(found.codes.view(torch.uint8), codes.view(torch.uint8))
+
+
+@pytest.mark.gpu
+def test_a_step_of_fp8_products_is_the_same_whether_or_not_the_activation_rounds() -> None:
+    if torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("no FP8 products on this GPU")
+    spec, cuda = Spec(("64x64x5",), size="small", blocks=2, text_rows=7), torch.device("cuda", 0)
+    with Comm.connect(Ranks(), Layout(), cuda) as comm:
+        plan = spec.plan("64x64x5", Layout(), dtype="bfloat16", capability=(9, 0), steps=1, gemm="fp8")
+        denoiser = denoiser_of(random_weights(plan, 0, cuda), plan, comm, fused=True)
+        assert isinstance(denoiser.view.elementwise.activate(torch.ones(1, 32, device=cuda)), Fp8Rows)
+        found = velocity(denoiser, plan)
+        denoiser.view = replace(denoiser.view, elementwise=fused.load())
+        assert torch.equal(found, velocity(denoiser, plan))
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -11,16 +11,23 @@ from lockstep import make_parts
 from tiny_model import FFN, HEADS, random_state, write
 from torch import Tensor
 
+from h3dist.bench.spec import Spec
+from h3dist.bench.steps import denoiser_of, random_weights, velocity
 from h3dist.checkpoint.comfy import open_denoiser
 from h3dist.checkpoint.formats import Int8Weight, PlainWeight
 from h3dist.checkpoint.slices import Slice
+from h3dist.comm import Comm
 from h3dist.errors import ConfigError
 from h3dist.fp8 import power_of_two, to_rows_of_fp8
+from h3dist.model.columns import columns
 from h3dist.model.dense import dense_linear
+from h3dist.model.elementwise import PLAIN
 from h3dist.model.exchange import Alone
 from h3dist.model.linear import Fp4Linear, choose_linear
 from h3dist.model.narrow import (
+    Fp8Rows,
     Fp8Weight,
+    activation_of_run,
     kitchen_int8,
     narrow_linear,
     narrowed,
@@ -30,8 +37,9 @@ from h3dist.model.narrow import (
     to_rows_of_int8,
 )
 from h3dist.model.weights import LINEAR_FIELDS, load_denoiser
-from h3dist.plan import released_dims
+from h3dist.plan import Layout, released_dims
 from h3dist.plan.gemm import GEMMS, choose_gemm, resident_bytes, working_bytes
+from h3dist.topology import Ranks
 
 SHAPES = [(1, 1, 16), (17, 30, 48), (40, 128, 80), (3, 129, 64)]
 
@@ -200,6 +208,45 @@ def test_memory_is_a_byte_a_weight_and_its_scales() -> None:
     assert 1 < resident_bytes("fp8", dims, 9 / 16) == resident_bytes("int8", dims, 2.0) < 1.001
     assert working_bytes("dense", 1000, (6, 4), 2) == 48
     assert working_bytes("fp8", 1000, (6, 4), 2) == 12000 and working_bytes("int8", 1000, (6, 4), 2) == 28000
+
+
+def rounded(gate_up_g2f: Tensor) -> Fp8Rows:
+    """What one kernel does: the activation, and its rows rounded."""
+    return Fp8Rows(*to_rows_of_fp8(PLAIN.activate(gate_up_g2f)), gate_up_g2f.dtype)
+
+
+def test_a_product_takes_rows_that_are_rounded_already() -> None:
+    linear, weight = narrow_linear("fp8", cuda=False), narrowed(nvfp4(torch.randn(48, 32)), "fp8", torch.bfloat16)
+    gate_up = uneven(5, 64).to(torch.bfloat16)
+    wanted = linear(PLAIN.activate(gate_up), weight)
+    assert torch.equal(linear(rounded(gate_up), weight), wanted) and wanted.dtype == torch.bfloat16
+    runs = list(columns(rounded(gate_up), weight, linear, ((0, 16), (16, 48))))
+    assert torch.equal(torch.cat(runs, dim=1), wanted)
+    empty = linear(rounded(gate_up[:0]), weight)
+    assert empty.shape == (0, 48) and empty.dtype == torch.bfloat16
+
+
+def test_a_step_s_blocks_hand_rounded_activations_on() -> None:
+    spec, cpu = Spec(("64x64x5",), size="small", blocks=2, text_rows=7), torch.device("cpu")
+    with Comm.connect(Ranks(), Layout(), cpu) as comm:
+        plan = spec.plan("64x64x5", Layout(), dtype="float32", capability=None, steps=1, gemm="fp8")
+        denoiser = denoiser_of(random_weights(plan, 0, cpu), plan, comm)
+        wanted = velocity(denoiser, plan)
+        denoiser.view = replace(denoiser.view, elementwise=PLAIN._replace(activate=rounded))
+        assert torch.equal(velocity(denoiser, plan), wanted)
+
+
+def test_an_activation_is_rounded_only_where_every_layer_takes_it_so() -> None:
+    fp8 = narrowed(nvfp4(torch.randn(48, 32)), "fp8", torch.float32)
+    other = PLAIN._replace(activate=lambda gate_up: gate_up)
+    for unlike in (
+        nvfp4(torch.randn(48, 32)),
+        replace(fp8, pre_quant_scale=torch.ones(32)),
+        PlainWeight(torch.ones(2, 2)),
+    ):
+        assert activation_of_run(other, [fp8, unlike]) is other
+    assert activation_of_run(other, [replace(fp8, full_precision=True)]) is other
+    assert activation_of_run(PLAIN, [fp8]) is PLAIN
 
 
 @pytest.mark.gpu

@@ -17,6 +17,7 @@ from h3dist.model.dense import Linear, dense_linear
 from h3dist.model.elementwise import PLAIN, Elementwise, Run
 from h3dist.model.exchange import Exchange
 from h3dist.model.modulation import KEPT_PAIRS, PAIRS, STREAMS, Modulation
+from h3dist.model.narrow import activation_of_run
 from h3dist.model.residual import Residual
 from h3dist.model.rotary import rotation
 from h3dist.model.weights import DenoiserWeights
@@ -63,7 +64,7 @@ class Denoiser:
             exchange=exchange,
             attention=attention,
             linear=linear,
-            elementwise=elementwise,
+            elementwise=activation_of_run(elementwise, (block.fc2 for block in weights.blocks)),
         )
 
     @torch.no_grad()

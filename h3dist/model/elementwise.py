@@ -43,7 +43,7 @@ class Elementwise(NamedTuple):
     add_modulate(x_sC, y_sC, gates_RC, norm_C, table_RnC, runs): x += gate * y, in place; then h_sC of the sum.
     add(x_sC, y_sC, gates_RC, runs): x += gate * y, in place. turn(heads, out, q_norm_D, k_norm_D, prepared): q and k
     normed over the head and rotated, and v as it is, into `out`, which may be `heads` themselves or other memory.
-    activate([g, 2f]): silu(gate) * up, [g, f].
+    activate([g, 2f]): silu(gate) * up, [g, f], or what the product that takes it wants in its place.
     """
 
     prepare: Callable[[Rotation], Any]
@@ -51,7 +51,7 @@ class Elementwise(NamedTuple):
     add_modulate: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Runs], Tensor]
     add: Callable[[Tensor, Tensor, Tensor, Runs], None]
     turn: Callable[[Heads, Heads, Tensor, Tensor, Any], None]
-    activate: Callable[[Tensor], Tensor]
+    activate: Callable[[Tensor], Any]
 
 
 def modulated(x_sC: Tensor, norm_C: Tensor, table_RnC: Tensor, runs: Runs) -> Tensor:

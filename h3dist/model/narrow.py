@@ -8,9 +8,9 @@ Shape letters: M rows, K inputs, N outputs.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,6 +19,7 @@ from h3dist.checkpoint.formats import DENSE_ELEMENTS, Int8Weight, PlainWeight, R
 from h3dist.errors import MissingDependency
 from h3dist.fp8 import to_rows_of_fp8
 from h3dist.model.dense import Linear, dense_linear, prescaled
+from h3dist.model.elementwise import PLAIN, Elementwise
 
 INT8_LARGEST = 127.0
 SMALLEST = 1e-30
@@ -58,9 +59,26 @@ Rounding = Callable[[Tensor], tuple[Tensor, Tensor]]  # x [M, K] -> codes [M, K]
 ROUNDED: dict[str, Rounding] = {"fp8": to_rows_of_fp8, "int8": to_rows_of_int8}
 
 
-def plain_fp8(x_MK: Tensor, weight: Fp8Weight) -> Tensor:
+class Fp8Rows(NamedTuple):
+    """An activation whose rows are rounded already: E4M3 [M, K], f32 [M, 1], and the dtype of its product."""
+
+    codes: Tensor
+    scale: Tensor
+    dtype: torch.dtype
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.codes.shape
+
+
+def fp8_rows(x_MK: Tensor | Fp8Rows, rounding: Rounding) -> tuple[Tensor, Tensor]:
+    """Codes and scales of an activation."""
+    return x_MK[:2] if isinstance(x_MK, Fp8Rows) else rounding(x_MK)
+
+
+def plain_fp8(x_MK: Tensor | Fp8Rows, weight: Fp8Weight) -> Tensor:
     """The product that defines `gemm=fp8`: operands as rounded, sums in float32, scaled, and rounded once."""
-    codes_MK, scale_M1 = to_rows_of_fp8(x_MK)
+    codes_MK, scale_M1 = fp8_rows(x_MK, to_rows_of_fp8)
     y_MN = codes_MK.float() @ weight.codes.float().T
     return (y_MN * (scale_M1 * weight.scale.T)).to(x_MK.dtype)
 
@@ -74,9 +92,22 @@ def fp8_rounding() -> Rounding:
     return rows_to_fp8
 
 
-def scaled_fp8(x_MK: Tensor, weight: Fp8Weight, rounding: Rounding = to_rows_of_fp8) -> Tensor:
+def activation_of_run(between: Elementwise, layers: Iterable[Weight]) -> Elementwise:
+    """The fused path with an activation that gives `Fp8Rows`, where each of the `layers` that take it multiplies such.
+
+    The same to the bit as an activation that is rounded afterwards, in a pass over memory less.
+    """
+    takes = (isinstance(w, Fp8Weight) and not w.full_precision and w.pre_quant_scale is None for w in layers)
+    if between is PLAIN or not all(takes):
+        return between
+    from h3dist.model.triton_narrow import activate_to_fp8
+
+    return between._replace(activate=lambda gate_up_g2f: Fp8Rows(*activate_to_fp8(gate_up_g2f), gate_up_g2f.dtype))
+
+
+def scaled_fp8(x_MK: Tensor | Fp8Rows, weight: Fp8Weight, rounding: Rounding = to_rows_of_fp8) -> Tensor:
     """The same on GPUs of compute capability 8.9 and up, by torch's GEMM with a scale a row and a column."""
-    codes_MK, scale_M1 = rounding(x_MK)
+    codes_MK, scale_M1 = fp8_rows(x_MK, rounding)
     return torch._scaled_mm(
         codes_MK,
         weight.codes.T,
@@ -114,11 +145,11 @@ def narrow_linear(gemm: str, *, cuda: bool) -> Linear:
     if cuda:
         product = partial(scaled_fp8, rounding=fp8_rounding()) if gemm == "fp8" else kitchen_int8()
 
-    def linear(x_MK: Tensor, weight: Weight) -> Tensor:
+    def linear(x_MK: Tensor | Fp8Rows, weight: Weight) -> Tensor:
         if not isinstance(weight, kind) or weight.full_precision:
             return dense_linear(x_MK, weight)
         if x_MK.shape[0] == 0:
-            return x_MK.new_empty(0, weight.shape[0])
-        return product(prescaled(x_MK, weight).contiguous(), weight)
+            return weight.codes.new_empty((0, weight.shape[0]), dtype=x_MK.dtype)
+        return product(x_MK if isinstance(x_MK, Fp8Rows) else prescaled(x_MK, weight).contiguous(), weight)
 
     return linear

@@ -1,4 +1,4 @@
-# ruff: noqa: ANN001, ANN202 (a kernel's arguments are what Triton makes of them)
+# ruff: noqa: ANN001, ANN201, ANN202 (a kernel's arguments are what Triton makes of them)
 """Kernels of the fused path, in Triton. Importing this needs the package triton.
 
 All arithmetic is in float32, rounded to the tensor's dtype where the plain form's result is: once.
@@ -103,18 +103,23 @@ def _activate(gate_up, out, f, WIDTH: tl.constexpr):
 
 
 @triton.jit
-def _rows_to_fp8(x, codes, scales, K, x_row, WIDTH: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64)
-    column = tl.arange(0, WIDTH)
-    inside = column < K
-    value = tl.load(x + row * x_row + column, mask=inside, other=0.0).to(tl.float32)
+def round_row(value, codes, scales, row, column, K):
+    """A row in float32, zeros from column K on, as E4M3 and the power of two that it was divided by."""
     largest = tl.maximum(tl.max(tl.abs(value), axis=0), 7.888609052210118e-31)  # 2^-100, as in `fp8`
     bits = largest.to(tl.int32, bitcast=True)
     over = tl.where((bits & 0x7FFFFF) > 0x600000, 1, 0)  # beyond 1.75 times its power of two; 448 is 1.75 * 2^8
     exponent = 8 + 127 - (bits >> 23) - over  # of the largest power of two that keeps the row within 448
     factor = ((exponent + 127) << 23).to(tl.float32, bitcast=True)
-    tl.store(codes + row * K + column, (value * factor).to(tl.float8e4nv), mask=inside)
+    tl.store(codes + row * K + column, (value * factor).to(tl.float8e4nv), mask=column < K)
     tl.store(scales + row, ((127 - exponent) << 23).to(tl.float32, bitcast=True))
+
+
+@triton.jit
+def _rows_to_fp8(x, codes, scales, K, x_row, WIDTH: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, WIDTH)
+    value = tl.load(x + row * x_row + column, mask=column < K, other=0.0).to(tl.float32)
+    round_row(value, codes, scales, row, column, K)
 
 
 @triton.jit
@@ -218,8 +223,13 @@ def rows_to_fp8(x_MK: Tensor) -> tuple[Tensor, Tensor]:
     assert x_MK.stride(1) == 1, x_MK.stride()
     if M and K:
         width = triton.next_power_of_2(K)
-        _rows_to_fp8[(M,)](x_MK, codes, scales, K, x_MK.stride(0), WIDTH=width, num_warps=16 if width > 8192 else 8)
+        _rows_to_fp8[(M,)](x_MK, codes, scales, K, x_MK.stride(0), WIDTH=width, num_warps=warps(width))
     return codes, scales
+
+
+def warps(width: int) -> int:
+    """Of a program that holds a whole row."""
+    return 16 if width > 8192 else 8
 
 
 def dequantise(codes: Tensor, scales: Tensor, global_scale: Tensor, out_NK: Tensor) -> None:
