@@ -114,7 +114,8 @@ class DecodeConfig:
 
     mode: str = "auto"  # rank0: rank 0 alone; parallel: tile by tile on all ranks; auto: as the plan finds
     fast: str = "auto"  # the video VAE's decoder in fewer, larger steps: on CUDA with triton; near as float16 allows
-    batch: int | None = None  # tiles of a call at most; null: one
+    gemm: str = "auto"  # how the fast decoder multiplies; auto: exactly; fp8: E4M3, an approximation
+    batch: int | None = None  # tiles of a call at most; null: 4 by the fast decoder on CUDA, else one
 
 
 @dataclass
@@ -187,6 +188,7 @@ CHOICES: Mapping[str, tuple[str, ...]] = {
     "encode.conditions": ("rank0", "parallel"),
     "decode.mode": ("auto", "rank0", "parallel"),
     "decode.fast": ("auto", "off", "on"),
+    "decode.gemm": ("auto", "fp8"),
 }
 POSITIVE = (
     "runtime.timeout",

@@ -50,6 +50,7 @@ class Clean:
     device: torch.device
     fast: bool = False  # the video VAE's decoder in fewer steps
     batch: int = 1  # tiles of a call
+    gemm: str = "exact"  # how the fast decoder multiplies
 
     def sound(self) -> Tensor:
         """The sound, f32 [2, 800 A] on the CPU. Its VAE is read, and leaves again."""
@@ -57,7 +58,8 @@ class Clean:
 
     def video_vae(self) -> VideoVae:
         """The video VAE's decoder, read."""
-        return VideoVae.load(self.files.video, self.model.video_vae_config, self.device, fast=self.fast)
+        how = {"fast": self.fast, "gemm": self.gemm}
+        return VideoVae.load(self.files.video, self.model.video_vae_config, self.device, **how)
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from h3dist.errors import OutputError, RequestError
 from h3dist.geometry import AUDIO_CHANNELS, SOUND_CHANNELS, VIDEO_CHANNELS
 from h3dist.media import write_behind, write_mp4, write_wav
 from h3dist.outputs import Outputs, check_outputs, choose_outputs, claimed, refuse_inputs
-from h3dist.plan import Plan, ask_decode
+from h3dist.plan import Plan, ask_decode, choose_products
 from h3dist.preflight import fast_decoder
 from h3dist.progress import Steps
 from h3dist.records import Denoised
@@ -207,6 +207,7 @@ def _decoders(config: Config) -> list[str]:
     said = {name: getattr(config.model, name) for name in names}
     device = [] if config.runtime.device == "auto" else [f"runtime.device={config.runtime.device}"]
     device += [] if config.decode.fast == "auto" else [f"decode.fast={config.decode.fast}"]
+    device += [] if config.decode.gemm == "auto" else [f"decode.gemm={config.decode.gemm}"]
     device += [] if config.decode.batch is None else [f"decode.batch={config.decode.batch}"]
     return device + [as_override(f"model.{name}", os.path.abspath(path)) for name, path in said.items() if path]
 
@@ -229,8 +230,11 @@ def decode_file(config: Config, path: Path, output: Mapping[str, Any]) -> str:
     video_vae, audio_vae, _ = open_vaes(config.model)
     device = pick_device(config, Ranks())
     video, audio = (found[name].to(device) for name in ("video_latents", "audio_latents"))
-    how = ask_decode("rank0", device.type, fast_decoder(config, device.type), config.decode.batch, resolved.geometry)
-    clean = Clean(video, audio, Vaes(video_vae, audio_vae), config.model, device, how.fast, how.batch)
+    fast = fast_decoder(config, device.type)
+    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
+    gemm = choose_products(config.decode.gemm, fast, capability)
+    how = ask_decode("rank0", device.type, fast, config.decode.batch, resolved.geometry, gemm)
+    clean = Clean(video, audio, Vaes(video_vae, audio_vae), config.model, device, how.fast, how.batch, how.gemm)
     with claimed(outputs.targets().values()):
         deliver(config, outputs, Delivery(resolved, video, audio), partial(decode_alone, clean))
     return outputs.path

@@ -12,7 +12,16 @@ from typing import TYPE_CHECKING
 from h3dist.config import Config
 from h3dist.errors import ConfigError
 from h3dist.material import conditions_of
-from h3dist.plan import ExchangePlan, Layout, Plan, choose_exchange, fp4_linears, make_plan, released_dims
+from h3dist.plan import (
+    ExchangePlan,
+    Layout,
+    Plan,
+    choose_exchange,
+    choose_products,
+    fp4_linears,
+    make_plan,
+    released_dims,
+)
 from h3dist.plan.gemm import choose_gemm
 from h3dist.request import Resolved
 from h3dist.sampling.schedules import evaluations
@@ -124,6 +133,7 @@ def plan_on(
     gemm = choose_gemm(config.runtime.gemm, capability, dtype)
     check_cuda(config, device)
     check_transport(config, device)
+    fast = fast_decoder(config, device)
     fp4, amax = fp4_linears(facts.dims, facts.dfile, capability, dtype) if gemm == "nvfp4" else (0, 0)
     return make_plan(
         resolved,
@@ -147,7 +157,8 @@ def plan_on(
         gemm=gemm,
         resident_blocks=OFFLOADED if config.runtime.offload == "blocks" else None,
         decode=config.decode.mode,
-        fast_decode=fast_decoder(config, device),
+        fast_decode=fast,
+        decode_gemm=choose_products(config.decode.gemm, fast, capability),
         decode_batch=config.decode.batch,
         device=device,
         **options,

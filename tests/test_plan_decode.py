@@ -2,7 +2,8 @@
 
 import pytest
 
-from h3dist.plan import Layout, make_plan, released_dims
+from h3dist.errors import ConfigError
+from h3dist.plan import Layout, choose_products, make_plan, released_dims
 from h3dist.plan.plan import relayout
 from h3dist.request import Resolved
 from h3dist.tiles import even_batch
@@ -11,6 +12,7 @@ GIB = 1 << 30
 CLIP = Resolved("t2va", "a quiet shot", 1344, 768, 124, 124, 7, 12, True)  # 7 chunks of 28 tiles
 FILES = {"text_encoder": 20 * GIB, "video_vae": 5 * GIB, "audio_vae": GIB}
 TILE = 3 * 22 * 256 * 256
+TILE_BYTES = {"cuda": 2 * TILE, "cpu": 4 * TILE}
 
 
 def plan_of(ranks, decode="auto", device="cuda", clip=CLIP, files=FILES, tp=1):
@@ -20,14 +22,14 @@ def plan_of(ranks, decode="auto", device="cuda", clip=CLIP, files=FILES, tp=1):
 
 
 @pytest.mark.parametrize("ranks", range(2, 9))
-@pytest.mark.parametrize(("device", "element"), [("cuda", 2), ("cpu", 4)])
-def test_all_but_rank_0_hand_in_their_tiles_and_the_last_the_sound(ranks, device, element):
+@pytest.mark.parametrize("device", TILE_BYTES)
+def test_all_but_rank_0_hand_in_their_tiles_and_the_last_the_sound(ranks, device):
     plan = plan_of(ranks, "parallel", device)
     assert plan.decode.parallel and sum(plan.decode.tiles) == 196
     assert max(plan.decode.tiles) - min(plan.decode.tiles) <= 20
     sent = [share.sent for share in plan.shares]
     for rank in range(1, ranks):
-        assert sent[rank]["decode.tiles"] == plan.decode.tiles[rank] * TILE * element
+        assert sent[rank]["decode.tiles"] == plan.decode.tiles[rank] * TILE_BYTES[device]
     assert sent[0]["decode.tiles"] == 0
     assert [one["decode.sound"] for one in sent] == [0] * (ranks - 1) + [2 * 800 * 207 * 4]
     assert plan.decode.speedup >= 0.9 * ranks
@@ -61,16 +63,30 @@ def test_calls_of_several_tiles_stay_whole_and_take_memory():
         assert plan.decode.fast and plan.decode.batch == batch
         assert all(tiles % batch == 0 for tiles in plan.decode.tiles)
         assert plan.decode.speedup >= {1: 0.9, 2: 0.88, 7: 0.7}[batch] * ranks
-    assert make_plan(CLIP, released_dims(), 60, Layout(), **options).decode.batch == 1
-    assert (
-        "4 tiles a call, by the fast decoder"
-        in make_plan(CLIP, released_dims(), 60, Layout(), decode_batch=4, **options).text()
-    )
+    alone = {device: make_plan(CLIP, released_dims(), 60, Layout(), device=device, **options) for device in TILE_BYTES}
+    assert {device: plan.decode.batch for device, plan in alone.items()} == {"cuda": 4, "cpu": 1}
+    assert all(plan_of(ranks).decode.batch == 1 for ranks in (1, 8)), "not by the fast decoder"
+    assert "4 tiles a call, by the fast decoder" in alone["cuda"].text()
     alone = make_plan(CLIP, released_dims(), 60, Layout(sp=2), decode_batch=2, **options)
     more = [
         fast["decode"] - plain["decode"] for fast, plain in zip(alone.memory, plan_of(2, "rank0").memory, strict=True)
     ]
     assert more == [(1 << 28) + 2 * TILE, 0], "rank 0 alone decodes"
+
+
+def test_fp8_products_are_told_of_and_refused_without_the_fast_decoder_or_a_gpu_that_has_them():
+    options = {"dtype": "bfloat16", "attention": "sdpa", "steps": 12, "fast_decode": True, "decode_gemm": "fp8"}
+    for mode in ("rank0", "parallel"):
+        plan = make_plan(CLIP, released_dims(), 60, Layout(sp=2), decode=mode, **options)
+        assert plan.decode.gemm == "fp8" and "with FP8 products (an approximation)" in plan.text()
+    exact = make_plan(CLIP, released_dims(), 60, Layout(sp=2), **options | {"decode_gemm": "exact"})
+    assert exact.digest != plan.digest and "FP8 products" not in exact.text()
+    assert choose_products("auto", False, (8, 0)) == "exact"
+    assert choose_products("fp8", True, (8, 9)) == choose_products("fp8", True, None) == "fp8"
+    with pytest.raises(ConfigError, match=r"decode\.gemm=fp8 is for the fast decoder, .* use decode\.fast=on"):
+        choose_products("fp8", False, (9, 0))
+    with pytest.raises(ConfigError, match=r"capability 8\.9 or later, and this is 8\.6; decode\.gemm=auto"):
+        choose_products("fp8", True, (8, 6))
 
 
 @pytest.mark.parametrize(

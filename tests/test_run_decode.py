@@ -1,5 +1,5 @@
-"""decode=parallel in whole runs of two ranks, by the fast decoder, two tiles a call: the same film, the bytes told, and
-latents that outlive it.
+"""decode=parallel in whole runs of two ranks, by the fast decoder with FP8 products, two tiles a call: the same film,
+the bytes told, and latents that outlive it.
 """
 
 import json
@@ -45,7 +45,7 @@ def films(paths, world, tmp_path_factory):
     found = {}
     for where in ("rank0", "parallel"):
         folder = tmp_path_factory.mktemp(where)
-        words = f"decode={where}", "decode.fast=on", "decode.batch=2"
+        words = f"decode={where}", "decode.fast=on", "decode.gemm=fp8", "decode.batch=2"
         run = prepare_run(paths, REQUEST, folder, *words, intermediates="i.safetensors")
         with on_one_core():
             world.run(run_whole, run, limit=200)
@@ -63,9 +63,9 @@ def test_the_film_is_the_same_bytes_and_so_is_what_it_was_made_of(films):
 
 def test_the_sidecar_tells_who_decoded_and_what_that_sent(films):
     told = films["parallel"][2]
-    assert told["config"]["decode"] == {"mode": "parallel", "fast": "on", "batch": 2}
+    assert told["config"]["decode"] == {"mode": "parallel", "fast": "on", "gemm": "fp8", "batch": 2}
     plan = told["plan"]["decode"]
-    assert plan["fast"] and plan["batch"] == 2
+    assert plan["fast"] and plan["gemm"] == "fp8" and plan["batch"] == 2
     assert plan["parallel"] and sum(plan["tiles"]) == 4 and min(plan["tiles"]) > 0
     for rank in told["ranks"]:
         assert rank["sent"]["planned"] == rank["sent"]["counted"]

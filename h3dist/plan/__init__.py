@@ -1,6 +1,6 @@
 """Plans: how ranks share a run, and what that costs in bytes, before any work. Imports no torch."""
 
-from h3dist.plan.decode import DECODE_LABELS, DecodePlan, ask_decode, schedule_decode
+from h3dist.plan.decode import DECODE_LABELS, DecodePlan, ask_decode, choose_products, schedule_decode
 from h3dist.plan.encode import ENCODE_LABELS, EncodePlan
 from h3dist.plan.exchange import ExchangePlan, choose_exchange
 from h3dist.plan.fit import Cut, check_memory, fits
@@ -36,6 +36,7 @@ __all__ = [
     "ask_decode",
     "check_memory",
     "choose_exchange",
+    "choose_products",
     "column_spans",
     "ffn_split",
     "fits",

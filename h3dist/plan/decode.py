@@ -14,6 +14,7 @@ tiles [3, 22, y, x] of e bytes an element and A audio latents:
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from h3dist.errors import ConfigError
 from h3dist.geometry import (
     CHUNK_FRAMES,
     SAMPLES_PER_AUDIO_LATENT,
@@ -21,6 +22,7 @@ from h3dist.geometry import (
     TAIL_FRAMES,
     Geometry,
 )
+from h3dist.plan.gemm import NEEDS
 from h3dist.plan.memory import Stored
 from h3dist.spread import Extra, Schedule, makespan, spread
 from h3dist.tiles import Cuts, cut_video, even_batch
@@ -32,7 +34,7 @@ DECODE_LABELS = ("decode.tiles", "decode.sound")
 FLOAT = 4
 TILE_ELEMENT = {"cuda": 2, "cpu": 4}  # bytes: the decoder gives float16 on CUDA, float32 on the CPU
 TILE_WORK = 1 << 28  # bytes: the widest point of one decoder layer on the 1797 tokens of a tile
-CALL_TILES = 1  # an H200 takes 18.5 ms a tile by the fast decoder in calls of 1, and 17.9 to 18.5 in calls of 2 to 8
+FAST_CALL_TILES = 4  # on CUDA: an H200 takes 17.9 ms a tile by the fast decoder in calls of 4, 18.5 in calls of 1 or 7
 # Parts of a tile's decoding: what rank 0 does to a tile (fades, colours, the copy to the host), and one audio latent.
 # Measured with benchmarks/parallel_decode.py, on a CPU and on an H200, beside a tile of the plain decoder.
 BESIDE = {"cpu": (0.0005, 0.0004), "cuda": (0.05, 0.009)}
@@ -48,6 +50,7 @@ class DecodePlan:
     parallel: bool = False
     why: str = ""
     fast: bool = False  # the video VAE's decoder in fewer, larger steps
+    gemm: str = "exact"  # how it multiplies, or fp8
     batch: int = 1  # tiles of a call
     tiles: tuple[int, ...] = ()  # by rank; none where rank 0 decodes alone
     speedup: float = 1.0  # of the decoding, by the schedule: no transfer and no encoder counted
@@ -60,15 +63,38 @@ class DecodePlan:
     def text(self) -> str:
         """One line for people."""
         calls = f"; {self.batch} tiles a call" * (self.batch > 1) + ", by the fast decoder" * self.fast
+        calls += ", with FP8 products (an approximation)" * (self.gemm == "fp8")
         if not self.parallel:
             return f"rank 0 decodes: {self.why}{calls}"
         counts = "-".join(map(str, sorted({min(self.tiles), max(self.tiles)})))
         return f"all ranks decode, {counts} tiles each, {self.speedup:.2f} x rank 0 by the schedule: {self.why}{calls}"
 
 
-def ask_decode(asked: str, device: str, fast: bool, batch: int | None, geometry: Geometry) -> DecodePlan:
-    """What is asked for, not decided yet: `batch` is the most tiles of a call, None one."""
-    return DecodePlan(asked, device, fast=fast, batch=even_batch(_cut(geometry).tiles, batch or CALL_TILES))
+def ask_decode(
+    asked: str, device: str, fast: bool, batch: int | None, geometry: Geometry, gemm: str = "exact"
+) -> DecodePlan:
+    """What is asked for, not decided yet: `batch` is the most tiles of a call, None what is best on the device."""
+    most = batch or (FAST_CALL_TILES if fast and device == "cuda" else 1)
+    return DecodePlan(asked, device, fast=fast, gemm=gemm, batch=even_batch(_cut(geometry).tiles, most))
+
+
+def choose_products(asked: str, fast: bool, capability: tuple[int, int] | None) -> str:
+    """How the decoder multiplies where `asked` was typed: "auto" is exact.
+
+    capability: the lowest of the ranks' GPUs, None on CPUs, where fp8 is computed in plain torch, to the same numbers
+    and slowly. Raises ConfigError for what decoder or GPUs cannot do.
+    """
+    if asked == "auto":
+        return "exact"
+    if not fast:
+        raise ConfigError(f"decode.gemm={asked} is for the fast decoder, which is off here; use decode.fast=on with it")
+    if capability is not None and capability < NEEDS[asked]:
+        least, there = ("{}.{}".format(*found) for found in (NEEDS[asked], capability))
+        raise ConfigError(
+            f"decode.gemm={asked} needs GPUs of compute capability {least} or later, and this is {there}; "
+            "decode.gemm=auto runs everywhere"
+        )
+    return asked
 
 
 def schedule_decode(
@@ -90,7 +116,7 @@ def with_decode(plan: "Plan") -> "Plan":
 def _decide(plan: "Plan") -> DecodePlan:
     """What was asked for, as far as there is more than one rank; "auto" weighs."""
     ask, ranks = plan.decode, plan.layout.ranks
-    alone = DecodePlan(ask.asked, ask.device, fast=ask.fast, batch=ask.batch)
+    alone = DecodePlan(ask.asked, ask.device, fast=ask.fast, gemm=ask.gemm, batch=ask.batch)
     if ranks == 1:
         return replace(alone, why="there is one rank")
     if ask.asked == "rank0":

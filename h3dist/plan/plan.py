@@ -136,6 +136,7 @@ def make_plan(
     encode_conditions: str = "rank0",
     decode: str = "rank0",
     fast_decode: bool = False,
+    decode_gemm: str = "exact",
     decode_batch: int | None = None,
     device: str = "cuda",
 ) -> Plan:
@@ -147,10 +148,10 @@ def make_plan(
     bytes of "text_encoder", "video_vae" and "audio_vae" where known; `reserve` is what a process takes before
     anything of ours, in bytes; `exchange` says how heads move over sp; `gemm` how linears are multiplied, by default as
     `fp4` says; `resident_blocks` how many are on the device at a time (None: all); `decode` where the clip is decoded,
-    "auto" if that is the plan's to decide, and `device` on what kind of devices; `fast_decode` and `decode_batch` are
-    for `decode.ask_decode`; `encode` where the text is encoded, rank0 or tp; `encode_conditions` where keyframes and
-    references are, rank0 or parallel; `text` the text encoder's file by its parts; `shown_rows` of the text are tokens
-    of pictures. Raises PlanError and ConfigError.
+    "auto" if that is the plan's to decide, and `device` on what kind of devices; `fast_decode`, `decode_gemm` and
+    `decode_batch` are for `decode.ask_decode`; `encode` where the text is encoded, rank0 or tp; `encode_conditions`
+    where keyframes and references are, rank0 or parallel; `text` the text encoder's file by its parts; `shown_rows` of
+    the text are tokens of pictures. Raises PlanError and ConfigError.
     """
     if dtype not in ELEMENT_BYTES:
         raise ConfigError(f"runtime.dtype={dtype!r}{nearest(dtype, ELEMENT_BYTES)}; use {' or '.join(ELEMENT_BYTES)}")
@@ -179,7 +180,7 @@ def make_plan(
         dtype=dtype,
         attention=attention,
         encode=EncodePlan(encode, encode_conditions),
-        decode=ask_decode(decode, device, fast_decode, decode_batch, geometry),
+        decode=ask_decode(decode, device, fast_decode, decode_batch, geometry, decode_gemm),
         exchange=exchange,
         fp4=fp4,
         amax=amax,

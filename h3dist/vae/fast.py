@@ -1,12 +1,14 @@
 """The video VAE's decoder for several tiles a call: what diffusers' modules compute, in fewer and larger steps.
 
-Their weights are used as they are. Queries, keys and values are one product; between products all is one kernel
-(`forms`); the sum of layers is float32, and what goes into a product the weights' dtype, as under autocast.
+Their weights are used as they are, or rounded (`narrow`). Queries, keys and values are one product; between products
+all is one kernel (`forms`); the sum of layers is float32, and what goes into a product the weights' dtype, as under
+autocast.
 
 Shape letters: B tiles of a call; t y x latent frames, rows and columns of a tile; L its tokens, with the registers
 behind them; N = B L rows; C hidden; h heads; D head size; f feed-forward columns; p pixels of a latent's side.
 """
 
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
@@ -19,14 +21,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from h3dist.attention.sdpa import KERNELS
 from h3dist.tiles import HEAD, RAW_FRAMES, TAIL
-from h3dist.vae.forms import Forms, Turns, add_scaled, forms_for
-
-
-class Product(NamedTuple):
-    """A linear layer's weight and bias."""
-
-    weight: Tensor
-    bias: Tensor
+from h3dist.vae.choice import forms_for
+from h3dist.vae.forms import Forms, Product, Turns, add_scaled
+from h3dist.vae.narrow import narrowed
 
 
 class Layer(NamedTuple):
@@ -54,14 +51,21 @@ class FastDecoder:
     eps: float
 
     @classmethod
-    def of(cls, parts: nn.ModuleDict, device: torch.device) -> "FastDecoder":
+    def of(
+        cls, parts: nn.ModuleDict, device: torch.device, gemm: str = "exact", *, taken: bool = False
+    ) -> "FastDecoder":
         """From diffusers' modules on `device`, whose projections to queries, keys and values become views of one
-        tensor each. Raises MissingDependency where CUDA lacks triton."""
-        decoder = parts["decoder"]
+        tensor each; `gemm` is exact or fp8.
+
+        `taken`: their blocks leave `parts` one by one, so that rounded weights stand in the place of theirs and not
+        beside. Raises MissingDependency where CUDA lacks triton.
+        """
+        decoder, forms = parts["decoder"], forms_for(device, gemm)
         blocks = decoder.transformer_blocks
-        layers = tuple(map(_layer, blocks))
         attn = blocks[0].attn
-        return cls(parts["post_quant_conv"], decoder, layers, attn.heads, forms_for(device), attn.norm_q.eps)
+        made = (_layer(block) for block in (_emptied(blocks) if taken else blocks))
+        layers = tuple(_narrowed(layer) if gemm == "fp8" else layer for layer in made)
+        return cls(parts["post_quant_conv"], decoder, layers, attn.heads, forms, attn.norm_q.eps)
 
     @torch.no_grad()
     def __call__(self, latents: Tensor, attention: str | None = None) -> Tensor:
@@ -97,14 +101,14 @@ class FastDecoder:
 
     def _blocks(self, x_NC: Tensor, turns: Turns, L: int) -> None:
         """All layers; x_NC is their sum, in place."""
-        forms, eps = self.forms, self.eps
-        h_NC = forms.normed(x_NC, self.layers[0].norm1, eps, self.layers[0].qkv.weight.dtype)
+        forms, eps, linear = self.forms, self.eps, self.forms.linear
+        h = forms.normed(x_NC, self.layers[0].norm1, eps, self.layers[0].qkv.bias.dtype)
         for layer, after in pairwise((*self.layers, None)):
-            y_NC = self._attend(F.linear(h_NC, *layer.qkv), turns, L)
-            h_NC = forms.add_normed(x_NC, F.linear(y_NC, *layer.out), layer.scale1, layer.norm2, eps)
-            y_NC = F.linear(forms.gate(F.linear(h_NC, *layer.up_gate)), *layer.down)
+            y_NC = self._attend(linear(h, layer.qkv), turns, L)
+            h = forms.add_normed(x_NC, linear(forms.operand(y_NC), layer.out), layer.scale1, layer.norm2, eps)
+            y_NC = linear(forms.gate(linear(h, layer.up_gate)), layer.down)
             if after:
-                h_NC = forms.add_normed(x_NC, y_NC, layer.scale2, after.norm1, eps)
+                h = forms.add_normed(x_NC, y_NC, layer.scale2, after.norm1, eps)
             else:
                 add_scaled(x_NC, y_NC, layer.scale2)
 
@@ -138,6 +142,15 @@ def _layer(block: nn.Module) -> Layer:
         _product(down),
         block.scale2,
     )
+
+
+def _narrowed(layer: Layer) -> Layer:
+    return Layer(*(narrowed(part) if isinstance(part, Product) else part for part in layer))
+
+
+def _emptied(blocks: nn.ModuleList) -> Iterator[nn.Module]:
+    while len(blocks):
+        yield blocks.pop(0)
 
 
 def _product(linear: nn.Linear) -> Product:

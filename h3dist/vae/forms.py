@@ -1,10 +1,11 @@
-"""What a block of the video VAE's decoder does between its products and attention: norms, rotation, gate.
+"""What a block of the video VAE's decoder does around attention: products, and between them norms, rotation, gate.
 
-These are the plain forms, in torch alone; `triton_forms` has the same in fewer passes over memory. The sum of layers
-is float32 and so are all norms; what goes into a product is `dtype`, float16 on CUDA.
+These are the plain forms, in torch alone; `triton_forms` has the same in fewer passes over memory, and `narrow` those
+of FP8 products. The sum of layers is float32 and so are all norms; what goes into a product is `dtype`, float16 on
+CUDA.
 
 Shape letters: N rows (tokens of all tiles of a call); C hidden; h heads; D head size; R rotated pairs of a head;
-f feed-forward columns.
+f feed-forward columns; K inputs of a product and M its outputs.
 """
 
 from collections.abc import Callable
@@ -14,8 +15,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from h3dist.errors import MissingDependency
-
 
 class Turns(NamedTuple):
     """Cosine and sine [N, R] of every row's angles; the pairs are channels i and R + i of a head."""
@@ -24,18 +23,38 @@ class Turns(NamedTuple):
     sin_NR: Tensor
 
 
+class Rows(NamedTuple):
+    """Rows as E4M3: codes [N, K], and f32 [N, 1], the power of two by which each row's codes are to be multiplied."""
+
+    codes_NK: Tensor
+    scale_N1: Tensor
+
+
+Operand = Tensor | Rows  # [N, K], as a product takes it
+
+
+class Product(NamedTuple):
+    """A linear layer's weight [M, K] and bias [M]."""
+
+    weight: Operand
+    bias: Tensor
+
+
 class Forms(NamedTuple):
     """One way to do all of it.
 
     normed(x_NC, weight_C, eps, dtype): its RMS norm. add_normed(x_NC, y_NC, scale_C, weight_C, eps): x += y * scale in
     place, then the RMS norm of the sum in y's dtype. turn(qkv_N3hD, turns, eps): queries and keys RMS-normed over the
-    head and rotated, in place. gate(up_gate_N2f): up * silu(gate), [N, f].
+    head and rotated, in place. gate(up_gate_N2f): up * silu(gate), [N, f]. operand(y_NC): attention's output for a
+    product. linear(x_NK, product): [N, M] in the bias's dtype.
     """
 
-    normed: Callable[[Tensor, Tensor, float, torch.dtype], Tensor]
-    add_normed: Callable[[Tensor, Tensor, Tensor, Tensor, float], Tensor]
+    normed: Callable[[Tensor, Tensor, float, torch.dtype], Operand]
+    add_normed: Callable[[Tensor, Tensor, Tensor, Tensor, float], Operand]
     turn: Callable[[Tensor, Turns, float], None]
-    gate: Callable[[Tensor], Tensor]
+    gate: Callable[[Tensor], Operand]
+    operand: Callable[[Tensor], Operand]
+    linear: Callable[[Operand, Product], Tensor]
 
 
 def normed(x_NC: Tensor, weight_C: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
@@ -71,18 +90,14 @@ def gate(up_gate_N2f: Tensor) -> Tensor:
     return up_Nf * F.silu(gate_Nf)
 
 
-PLAIN = Forms(normed, add_normed, turn, gate)
+def operand(y_NC: Tensor) -> Tensor:
+    """As it is."""
+    return y_NC
 
 
-def forms_for(device: torch.device) -> Forms:
-    """Triton's on CUDA, the plain ones elsewhere. Raises MissingDependency without triton."""
-    return load() if device.type == "cuda" else PLAIN
+def linear(x_NK: Tensor, product: Product) -> Tensor:
+    """[N, M]."""
+    return F.linear(x_NK, product.weight, product.bias)
 
 
-def load() -> Forms:
-    """Triton's. Raises MissingDependency without triton."""
-    try:
-        from h3dist.vae import triton_forms as kernels
-    except ImportError as error:
-        raise MissingDependency(f"decode.fast=on needs triton on a GPU: {error}; use decode.fast=off") from error
-    return Forms(kernels.normed, kernels.add_normed, kernels.turn, kernels.gate)
+PLAIN = Forms(normed, add_normed, turn, gate, operand, linear)

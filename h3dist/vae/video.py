@@ -45,12 +45,13 @@ class VideoVae:
         encoder: bool = False,
         decoder: bool = True,
         fast: bool = False,
+        gemm: str = "exact",
     ) -> "VideoVae":
         """Read a Comfy-format video VAE; `config` is a diffusers JSON, None the released size.
 
-        Only the weights of the halves that are asked for are read; `fast` is how the decoder computes. Raises
-        CheckpointError or ConfigError where file and configuration do not fit each other, MissingDependency where
-        `fast` lacks a package.
+        Only the weights of the halves that are asked for are read; `fast` is how the decoder computes, and `gemm` how
+        a fast one multiplies, exact or fp8. Raises CheckpointError or ConfigError where file and configuration do not
+        fit each other, MissingDependency where `fast` lacks a package.
         """
         from diffusers import AutoencoderKLMiniMaxH3
 
@@ -62,7 +63,8 @@ class VideoVae:
         state = video_state(replace(state_file, table=kept), settings["decoder_attention_head_dim"])
         state |= stored_statistics(state_file)
         source = str(state_file.file.path)
-        return cls.from_state(state, settings, device, encoder=encoder, decoder=decoder, fast=fast, source=source)
+        halves = {"encoder": encoder, "decoder": decoder}
+        return cls.from_state(state, settings, device, **halves, fast=fast, gemm=gemm, source=source)
 
     @classmethod
     def from_state(
@@ -74,6 +76,7 @@ class VideoVae:
         encoder: bool = False,
         decoder: bool = True,
         fast: bool = False,
+        gemm: str = "exact",
         source: str = "video VAE",
     ) -> "VideoVae":
         """The same from tensors under diffusers' names and from `read_config`; errors call it `source`."""
@@ -84,7 +87,8 @@ class VideoVae:
         fill(parts, state, device=device, dtype=dtype, source=source)
         statistics = read_statistics(state, settings, released.VIDEO, source=source, device=device)
         parts = parts.to(device)
-        return cls(parts, statistics, device, FastDecoder.of(parts, device) if fast else None)
+        decoded = FastDecoder.of(parts, device, gemm, taken=gemm != "exact") if fast else None
+        return cls(parts, statistics, device, decoded)
 
     def decode(self, latents: torch.Tensor, batch: int = 1) -> Iterator[torch.Tensor]:
         """Frames uint8 [f, H, W, 3] on the CPU, 17 at a time and last 22, from latents [1, 24, T, h, w].
