@@ -9,4 +9,4 @@ if [ "${1:-}" = --help ] || [ "${1:-}" = -h ]; then
 fi
 set_up dev
 cd "$root"
-exec "$venv/bin/python" -m pytest -n 2 --dist loadfile "$@"
+exec "$venv/bin/python" -m pytest -n 2 --dist loadfile --no-loadscope-reorder "$@"

@@ -22,17 +22,35 @@ def pytest_unconfigure(config):
     os.close(config.stash[STDERR])
 
 
-def pytest_collection_modifyitems(items):
+def pytest_collection_modifyitems(config, items):
+    if hasattr(config, "workerinput"):
+        items[:] = _longest_first(items)
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if marked and not _cuda():
         for item in marked:
             item.add_marker(pytest.mark.skip(reason="no CUDA device"))
 
 
+def _longest_first(items):
+    """Files with the longest limits first, then those of most tests: at the end no process works on while others rest.
+
+    For `pytest -n N --dist loadfile --no-loadscope-reorder`.
+    """
+    files = {}
+    for item in items:
+        files.setdefault(item.path, []).append(item)
+    ordered = sorted(files.values(), key=lambda own: (-max(map(_limit_of, own)), -len(own)))
+    return [item for own in ordered for item in own]
+
+
+def _limit_of(item):
+    marker = item.get_closest_marker("limit")
+    return float(marker.args[0]) if marker else LIMIT
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item):
-    marker = item.get_closest_marker("limit")
-    seconds = float(marker.args[0]) if marker else LIMIT
+    seconds = _limit_of(item)
     with _limited(seconds, item.config.stash[STDERR], item.nodeid):
         return (yield)
 
