@@ -247,7 +247,7 @@ def head_moves(plan, share) -> HeadMoves:
     codec = Plain(PLAIN_FORMS)
     if plan.exchange.codec != "none":
         codec = mock.Mock(count=lambda shape: shape[1] * shape[2] * plan.exchange.head_bytes(shape[0], shape[3], 4))
-    return HeadMoves(plan, share, wire, codec)
+    return HeadMoves(plan, share, wire, codec, PLAIN_FORMS)
 
 
 def test_pieces_say_where_each_begins_at_its_receiver():

@@ -168,9 +168,27 @@ def coded(seat, layout: Layout) -> list[tuple[tuple[float, float], dict[str, tup
         sums = moves.rounding.sums()
         attended(moves, share, whole)
         assert moves.rounding.sums() == sums, "measured once"
+        if variant == "heads":
+            stays_as_it_is(moves, share, whole)
         want = whole.output(share).double()
         found.append((((got.double() - want).square().sum().item(), want.square().sum().item()), sums))
     return found
+
+
+def stays_as_it_is(moves, share: Share, whole: Whole) -> None:
+    """What a rank keeps of its own rows and heads is not coded, either way; what came is."""
+    heads = whole.project(whole.x_SC, slice(*share.tp_heads))
+    own, mine = slice(*share.group_rows), slice(*(at - share.tp_heads[0] for at in share.heads))
+    came = moves.to_heads(*(x[own] for x in heads))
+    for x_ShD, found in zip(heads, came, strict=True):
+        x_ShD = x_ShD[:, mine]
+        assert torch.equal(found[own], x_ShD[own])
+        if mine.stop > mine.start:
+            others = torch.ones(len(found), dtype=torch.bool)
+            others[own] = False
+            assert 0 < error(found[others], x_ShD[others]) < 0.02
+    back = moves.to_rows(came[0].contiguous())
+    assert torch.equal(back[:, mine], came[0][own])
 
 
 @pytest.mark.parametrize("layout", [Layout(sp=5), Layout(sp=3, tp=2)], ids=str)

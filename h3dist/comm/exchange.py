@@ -38,7 +38,7 @@ class RankExchange:
         self._hidden = plan.exchange.hidden_on(plan.layout)
         self.rounding = Rounding()
         codec = Plain(forms) if plan.exchange.codec == "none" else Int8(self.rounding, forms)
-        self._moves = HeadMoves(plan, share, sp, codec) if sp else None
+        self._moves = HeadMoves(plan, share, sp, codec, forms) if sp else None
 
     def gather_projected(self, x_sC: Tensor) -> Tensor:
         """x_pC: the rows of my tp group, or of all ranks where q, k and v are made of hidden rows."""

@@ -3,7 +3,8 @@
 A rank's heads are cut in as many groups as the plan says; a rank with fewer heads has empty ones. While attention
 works on a group, q, k and v of the next one come and the output of the one before goes. Each move packs once and
 unpacks at most once: q, k and v are normed and rotated into the packet that they travel in, and attended to as they
-arrive; the output is sent as attention left it. Codes are made of q, k and v normed and rotated where they are.
+arrive; the output is sent as attention left it. Codes are made of q, k and v normed and rotated where they are, for
+other ranks alone: what stays here goes to its place as it is.
 
 Shape letters: S all rows; g rows of this rank's tp group; H heads of its tp share, j heads that it projects to, n of
 its heads in a group of heads; D head size.
@@ -19,7 +20,8 @@ import torch
 from torch import Tensor
 
 from h3dist.comm.codec import Codec, Plain
-from h3dist.comm.pieces import Pieces, Places, places
+from h3dist.comm.forms import Forms
+from h3dist.comm.pieces import Pieces, Place, Places, places
 from h3dist.comm.wire import Wire
 from h3dist.plan import Plan, Share, Span, length, split_ragged
 
@@ -32,7 +34,8 @@ Turn = Callable[[Heads, Heads], None]  # norms and rotates some heads from one p
 class Part:
     """One group of heads: those of every rank of the sequence group, counted from the first head of our tp share.
 
-    `there` are the pieces of q, k and v, `back` those of the output, and after them where each of these lies.
+    `there` are the pieces of q, k and v, `back` those of the output, and after them where each of these lies. Of codes
+    none is our own.
     """
 
     spans: tuple[Span, ...]
@@ -51,11 +54,12 @@ class Part:
 class HeadMoves:
     """What one rank of a sequence group sends and gets, part by part."""
 
-    def __init__(self, plan: Plan, share: Share, wire: Wire, codec: Codec) -> None:
+    def __init__(self, plan: Plan, share: Share, wire: Wire, codec: Codec, forms: Forms) -> None:
         peers = [plan.shares[rank] for rank in wire.group.ranks]
-        self._wire, self._codec, self._plain = wire, codec, isinstance(codec, Plain)
+        self._wire, self._codec, self._plain, self._forms = wire, codec, isinstance(codec, Plain), forms
         self._held, self._first = length(share.tp_heads), share.projected_heads[0] - share.tp_heads[0]
         self._rows = [length(peer.group_rows) for peer in peers]
+        self._own = peers[wire.group.index].group_rows
         self._local = plan.exchange.hidden_on(plan.layout)  # q, k and v are of all rows already
         whole, D = tuple(_inside(peer, share.tp_heads[0]) for peer in peers), plan.dims.head_dim
         self._parts = tuple(self._part(spans, D) for spans in _cut(whole, plan.exchange.groups))
@@ -63,16 +67,23 @@ class HeadMoves:
         self._whole = self._parts[0] if len(self._parts) == 1 else _unplaced(self._part(whole, D))
 
     def _part(self, spans: tuple[Span, ...], D: int) -> Part:
-        rows, heads, count, group = self._rows, _counts(spans), self._codec.count, self._wire.group
-        there = Pieces.among(lambda s, r: count((rows[s], 3, heads[r], D)), group.size, group.index)
-        back = Pieces.among(lambda s, r: count((rows[r], 1, heads[s], D)), group.size, group.index)
+        rows, heads, size, me = self._rows, _counts(spans), self._wire.group.size, self._wire.group.index
+
+        def count(sender: int, receiver: int, shape: Sequence[int]) -> int:
+            return self._codec.count(shape) if self._plain or sender != receiver else 0
+
+        def among(counts: Sequence[int], rows: Sequence[Span], heads: Sequence[Span]) -> Places:
+            every = places(counts, rows, heads)
+            return every if self._plain else every[:me] + every[me + 1 :]
+
+        there = Pieces.among(lambda s, r: count(s, r, (rows[s], 3, heads[r], D)), size, me)
+        back = Pieces.among(lambda s, r: count(s, r, (rows[r], 1, heads[s], D)), size, me)
         rows_of = list(pairwise(accumulate(rows, initial=0)))
-        ours = [(0, rows[group.index])] * group.size
-        mine = [(0, heads[group.index])] * group.size
+        ours, mine = [(0, rows[me])] * size, [(0, heads[me])] * size
         return Part(
             spans, there, back,
-            going=places(there.out, ours, spans), coming=places(there.into, rows_of, mine),
-            leaving=places(back.out, rows_of, mine), returning=places(back.into, ours, spans),
+            going=among(there.out, ours, spans), coming=among(there.into, rows_of, mine),
+            leaving=among(back.out, rows_of, mine), returning=among(back.into, ours, spans),
         )  # fmt: skip
 
     def attend(self, heads: Heads, attention: Attention, turn: Turn) -> Tensor:
@@ -115,26 +126,32 @@ class HeadMoves:
         sent = self._codec.room(heads[0], sum(part.there.out))
         self._codec.write(sent, part.going, heads, turn)
         came = self._move("heads.to", sent, part.there)
-        return lambda: self._joined(came(), part, heads[0]).unbind(1)
+        return lambda: self._joined(came(), part, heads, turn).unbind(1)
 
-    def _joined(self, came: Tensor, part: Part, like: Tensor) -> Tensor:
+    def _joined(self, came: Tensor, part: Part, heads: Heads, turn: Turn) -> Tensor:
         """qkv_S3nD from every rank's piece; where nothing is coded, what came is it."""
-        whole = sum(self._rows), 3, part.counts[self._wire.group.index], like.shape[2]
+        me = self._wire.group.index
+        whole = sum(self._rows), 3, part.counts[me], heads[0].shape[2]
         if self._plain:
             return came.view(whole)
-        qkv_S3nD = like.new_empty(whole)
+        qkv_S3nD = heads[0].new_empty(whole)
+        turn(_some(heads, part.spans[me]), qkv_S3nD[slice(*self._own)].unbind(1))
         self._codec.read(came, part.coming, qkv_S3nD.unbind(1))
         return qkv_S3nD
 
     def _send_back(self, part: Part, o_SnD: Tensor, o_gHD: Tensor) -> Callable[[], None]:
         """Starts the return of a part's output to its rows; gives what waits for ours and puts it into o_gHD."""
+        o_SnD = o_SnD.contiguous()
         came = self._move("heads.from", self._laid(o_SnD, part), part.back)
+        if not self._plain:
+            own = Place(self._own[0] * o_SnD[0].numel(), (0, len(o_gHD)), part.spans[self._wire.group.index])
+            self._forms.take(o_SnD.flatten(), (own,), (o_gHD,))
         return lambda: self._codec.read(came(), part.returning, (o_gHD,))
 
     def _laid(self, o_SnD: Tensor, part: Part) -> Tensor:
         """The output by the rows' owners: as attention left it, where nothing is coded."""
         if self._plain:
-            return o_SnD.contiguous().flatten()
+            return o_SnD.flatten()
         sent = self._codec.room(o_SnD, sum(part.back.out))
         self._codec.write(sent, part.leaving, (o_SnD,), as_they_are)
         return sent

@@ -61,11 +61,13 @@ def _largest(work: Work) -> dict[str, int]:
     """The most bytes that a rank gets at a time: of the first group of heads, which is the largest."""
     dims, exchange = work.dims, work.exchange
     one_head = [exchange.head_bytes(rows, dims.head_dim, work.element) for rows in work.group_rows]
-    to, back = 0, 0
+    to, back, coded = 0, 0, exchange.codec != "none"  # coded, what stays on a rank is not moved
     for _, spans in split_heads(dims.heads, work.layout.sp, work.layout.tp):
         heads = [stop - start for start, stop in spans]
         first = [-(-count // min(exchange.groups, max(heads))) for count in heads]
-        to, back = max(to, 3 * max(first) * sum(one_head)), max(back, sum(first) * max(one_head))
+        each = list(zip(first, one_head, strict=True))
+        to = max(to, *(3 * count * (sum(one_head) - mine * coded) for count, mine in each))
+        back = max(back, *(mine * (sum(first) - count * coded) for count, mine in each))
     return {"heads.to": to, "heads.from": back, "hidden.gather": _hidden_bytes(work)}
 
 
