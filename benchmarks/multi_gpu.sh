@@ -78,7 +78,8 @@ once() { # once NAME COMMAND...: unless it is done; a second failure is left
     local name=$1 left=$((limit - SECONDS)) begun=$SECONDS code && shift
     [ -e "$results/done/$name" ] && return
     [ "$left" -ge 20 ] || stop "$name and what follows"
-    timeout -k 20 "$left" "$@" </dev/null > >(tee -a "$results/logs/$name.log" | grep --line-buffered "^h3dist: ") 2>&1
+    timeout -k 20 "$left" "$@" </dev/null > >(tee -a "$results/logs/$name.log" |
+        grep --line-buffered "^h3dist: " | grep --line-buffered -v ": skipped: ") 2>&1
     code=$?
     echo "$name: $([ $code -eq 0 ] && echo done || echo "ended with $code") in $((SECONDS - begun)) s, at $SECONDS s; $(
         grep -v '^$' "$results/logs/$name.log" | tail -n 1 | cut -c1-160)"

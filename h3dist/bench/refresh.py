@@ -170,4 +170,4 @@ def _number(value: float) -> str:
 
 
 def _is_link(of: str | None) -> bool:
-    return of in ("NV", "PIX", "PXB", "PHB", "NODE", "SYS", "SHM", "HOST")
+    return of in ("NV", "NV copy", "PIX", "PXB", "PHB", "NODE", "SYS", "SHM", "HOST")
