@@ -28,7 +28,7 @@ from h3dist.topology import Ranks
 
 SPEC = Spec(("96x64x5",), size="small", device="cpu", text_rows=20, repeats=2)
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
-OFFLOAD = {"fused+ahead": False, "fused": False, "fused, offload": True}
+OFFLOAD = {"fused+ahead": False, "fused+ahead, offload": True}
 PARTS = {"weights", "products", "attention.sdpa", "dequantise", "elementwise", "copy", "step"}
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -86,11 +86,12 @@ def denoiser_of(
     Raises what an attention backend, a product or the fused path raises that cannot be here.
     """
     device, share = weights.device, plan.shares[comm.rank]
-    exchange = comm.exchange(plan, choose_forms(fused))
     backend, task = find(plan.attention), task_of(plan, comm.rank, device)
     error = why_not(backend, task)
     if error is not None:
         raise error
+    elementwise = choose_elementwise("on" if fused else "off", device)
+    exchange = comm.exchange(plan, choose_forms(fused))
     return Denoiser(
         weights,
         pack_t2va(plan.geometry, (TEXT_TAG,) * plan.text_rows),
@@ -100,7 +101,7 @@ def denoiser_of(
         backend.build(task, comm.share(backend.probe(task) if comm.rank == 0 else None)),
         _text_rows(plan, seed),
         packing(linear_of_run(plan, weights, task.capability, exchange, reused=ahead), plan),
-        elementwise=choose_elementwise("on" if fused else "off", device),
+        elementwise=elementwise,
     )
 
 

@@ -48,7 +48,7 @@ ALL = (
     Variant("gemm.fp8, fused, sage2", attention="sage2", gemm="fp8", fused=True),
     Variant("gemm.int8", gemm="int8"),
     Variant("gemm.int8, fused, int8", attention="int8", gemm="int8", fused=True),
-    Variant("fused, offload", fused=True, offload=True),  # what runtime.offload=blocks does beside runtime.fused=on
+    Variant("fused+ahead, offload", fused=True, ahead=True, offload=True),  # with runtime.offload=blocks
 )
 
 SETS = {
@@ -56,7 +56,7 @@ SETS = {
     "exact": tuple(variant for variant in ALL if variant.kept == ("auto", False)),
     "fp8": tuple(variant for variant in ALL if variant.gemm == "fp8"),
     "int8": tuple(variant for variant in ALL if variant.gemm == "int8"),
-    "offload": tuple(v for v in ALL if v.name in ("fused+ahead", "fused", "fused, offload")),  # with and without
+    "offload": tuple(v for v in ALL if v.name in ("fused+ahead", "fused+ahead, offload")),  # without and with
 }
 
 
