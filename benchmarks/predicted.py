@@ -1,4 +1,4 @@
-"""The predicted tables of DISTRIBUTED.md: seconds of an evaluation by the cost model under Ulysses, and what auto takes.
+"""DISTRIBUTED.md's predicted tables: seconds of an evaluation under Ulysses by the cost model, and what auto takes.
 
     python benchmarks/predicted.py
 
