@@ -1,14 +1,14 @@
 """What makes decoding fast on one device: ours beside diffusers' own, and tiles done otherwise, in one process.
 
     python benchmarks/decode_gpu.py [--shape 1344x768x39] [--batches 1,2,4,7,8] [--ways REGEX] [--json FILE]
-    python benchmarks/decode_gpu.py --whole [--json FILE]                  # whole clips of 124 frames, no ways
+    python benchmarks/decode_gpu.py --whole [--repeats 5] [--json FILE]    # whole clips of 124 frames, no ways
     python benchmarks/decode_gpu.py --device cpu --tiny --no-compile       # does it run: a small VAE, some seconds
 
-Random weights of the released size, shared by all. First the kernels of one plain tile; then whole clips: diffusers'
-AutoencoderKLMiniMaxH3.decode and ours until frames are bytes on the host; then some tiles of the clip in several ways
-(`decode_ways.py`). Each row is printed as soon as it is there: milliseconds of a tile or seconds of a clip, what it
-gains, how far its frames are from the plain way's, what the first call took (a compilation is in it), peak memory. A
-way that fails is told as such and the others go on; after --seconds those that are left are told as skipped.
+Random weights of the released size, shared by all. First the kernels of some tiles; then whole clips, by diffusers and
+by ours (`decode_clips.py`); then some tiles of the clip in several ways (`decode_ways.py`). Each row is printed as soon
+as it is there: milliseconds of a tile or seconds of a clip, what it gains, how far its frames are from the plain way's,
+what the first call took (a compilation is in it), peak memory. A way that fails is told as such and the others go on;
+after --seconds those that are left are told as skipped.
 """
 
 import argparse
@@ -16,9 +16,8 @@ import json
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict
 from datetime import date
-from functools import cache
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -28,35 +27,19 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from benchmarks.decode_ways import LARGE, Way, all_ways, autocast, chosen, eager, fast
+from benchmarks.decode_clips import clips
+from benchmarks.decode_rows import BEGUN, Row, clock, forget_peak, peak, shown, synchronise, told
+from benchmarks.decode_ways import LARGE, Way, all_ways, chosen, eager, fast
 from benchmarks.random_vaes import TINY, random_video_vae, video_settings
 from h3dist.bench.spec import parse_shape
 from h3dist.geometry import CHUNK_FRAMES, TAIL_FRAMES
-from h3dist.plan.decode import CALL_TILES
+from h3dist.plan.decode import FAST_CALL_TILES
 from h3dist.provenance import commit, versions_of
-from h3dist.tiles import HEAD, TAIL, cut_video, even_batch
+from h3dist.tiles import HEAD, TAIL, cut_video
 from h3dist.vae import VideoVae
-from h3dist.vae.fast import FastDecoder
-from h3dist.vae.frames import to_levels
 
-BEGUN = time.monotonic()
 TINY_SHAPE, WAYS_SHAPE, WHOLE_SHAPE = "64x64x39", "1344x768x39", "1344x768x124"
 KERNELS = 20  # that the profile names
-
-
-@dataclass(frozen=True)
-class Row:
-    """What one way took: seconds of a clip, or of a tile. `error` is relative, in the 2-norm, the largest of any
-    tile looked at; `first` seconds of the first call; `failed` why there are no figures."""
-
-    name: str
-    unit: str  # "clip" or "tile"
-    seconds: float | None = None
-    error: float | None = None
-    equal: bool | None = None  # to the last bit
-    first: float | None = None
-    peak_memory: int | None = None
-    failed: str | None = None
 
 
 def main(words: list[str] | None = None) -> int:
@@ -72,11 +55,11 @@ def main(words: list[str] | None = None) -> int:
     print(f"{shape} on {made(device)}, ready after {time.monotonic() - BEGUN:.0f} s", flush=True)
     stacked = stack(vae, latents, args.tiles)
     kernels = {} if args.whole or device.type == "cpu" else profiles(vae, stacked)
-    told = {"shape": shape, "tiny": args.tiny, **made(device), "rows": [], "kernels": kernels}
+    found = {"shape": shape, "tiny": args.tiny, **made(device), "rows": [], "kernels": kernels}
     for row in shown(measured(vae, settings, latents, stacked, args)):
-        told["rows"].append(asdict(row))
+        found["rows"].append(asdict(row))
         if args.json:  # again with every row: a time limit leaves what is there
-            args.json.write_text(json.dumps(told, indent=1) + "\n")
+            args.json.write_text(json.dumps(found, indent=1) + "\n")
     return 0
 
 
@@ -86,6 +69,8 @@ def arguments(words: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--shape")
     parser.add_argument("--whole", action="store_true", help="whole clips alone")
+    parser.add_argument("--plain", action="store_true", help="clips also without autocast and by modules")
+    parser.add_argument("--calls", default=str(FAST_CALL_TILES), help="of clips: the most tiles a call")
     parser.add_argument("--batches", default="1,2,4,7,8")
     parser.add_argument("--ways", default="", help="a regular expression: only these, and the plain one")
     parser.add_argument("--tiles", type=int, default=16, help="that a way does at least")
@@ -102,66 +87,13 @@ def measured(
     vae: VideoVae, settings: dict[str, Any], latents: Tensor, stacked: Tensor, args: argparse.Namespace
 ) -> Iterator[Row]:
     """Every row in turn."""
-    yield from clips(vae, settings, latents, args.repeats if args.whole else 1)
+    calls = list(map(int, args.calls.split(",")))
+    yield from clips(vae, settings, latents, calls, args.repeats if args.whole else 1, plain=args.plain)
     if not args.whole:
         batches = list(map(int, args.batches.split(",")))
         cuda = vae.device.type == "cuda"
         ways = all_ways(batches, cuda=cuda, compiled=args.compile, whole=args.compile_whole)
         yield from tiles(vae, stacked, chosen(ways, args.ways), args)
-
-
-def clips(vae: VideoVae, settings: dict[str, Any], latents: Tensor, repeats: int) -> Iterator[Row]:
-    """Whole clips: diffusers', under autocast and as its pipelines call it, and ours to bytes on the host; how far
-    frames are from the first row's."""
-    restored = vae.statistics.restore(latents)
-    theirs = diffusers_model(vae, settings)
-
-    def of_diffusers(cast: bool) -> Tensor:
-        with torch.no_grad(), autocast(vae, cast):
-            return theirs.decode(restored, return_dict=False)[0][0]
-
-    quick = cache(lambda: replace(vae, fast=FastDecoder.of(vae.parts, vae.device)))  # a row of its own where it fails
-    batch = even_batch(cut_video(*latents.shape[2:]).tiles, CALL_TILES)
-    works = {
-        "diffusers, autocast": lambda: of_diffusers(True),
-        "diffusers, no autocast": lambda: of_diffusers(False),
-        "ours, frames on the host": lambda: list(vae.decode(latents)),
-        f"ours, decode.fast=on, batch {batch}": lambda: list(quick().decode(latents, batch)),
-    }
-    wanted = None
-    for name, work in works.items():
-        row, frames = clip_row(name, work, repeats, wanted)
-        wanted = frames if wanted is None else wanted
-        yield row
-
-
-def diffusers_model(vae: VideoVae, settings: dict[str, Any]) -> Any:
-    """diffusers' model over the same decoder; its encoder stays without storage."""
-    from diffusers import AutoencoderKLMiniMaxH3
-
-    given = {name: value for name, value in settings.items() if not name.startswith("latents_")}
-    with torch.device("meta"):
-        model = AutoencoderKLMiniMaxH3(**given)
-    model.decoder, model.post_quant_conv = vae.parts["decoder"], vae.parts["post_quant_conv"]
-    return model.eval()
-
-
-def clip_row(name: str, work: Callable[[], Any], repeats: int, wanted: Tensor | None) -> tuple[Row, Tensor | None]:
-    """`repeats` whole clips after a first one, and the frames u8 [F, H, W, 3] of that."""
-    try:
-        forget_peak()
-        begun = time.perf_counter()
-        given = work()
-        synchronise()
-        first, memory = time.perf_counter() - begun, peak()
-        frames = to_levels(given.float()).cpu() if isinstance(given, Tensor) else torch.cat(given)
-        synchronise()
-        del given
-        error, equal = (None, None) if wanted is None else compared(frames[None], wanted[None])
-        seconds = median(clock(work) for _ in range(repeats))
-        return Row(name, "clip", seconds, error, equal, first, memory), frames
-    except Exception as error:
-        return Row(name, "clip", failed=told(error)), None
 
 
 def stack(vae: VideoVae, latents: Tensor, count: int) -> Tensor:
@@ -214,14 +146,16 @@ def used(raw: Tensor) -> Tensor:
 
 
 def profiles(vae: VideoVae, stacked: Tensor) -> dict[str, list[dict[str, Any]]]:
-    """The kernels of a plain tile, and of a fast batch."""
+    """The kernels of a plain tile, and of fast batches."""
     plain = profile("one plain tile", eager(vae, stacked[:1]), stacked[:1])
-    try:
-        quick = profile(f"{LARGE} fast tiles", fast(vae, stacked[:LARGE]), stacked[:LARGE])
-    except Exception as error:
-        print(f"the fast decoder failed: {told(error)}", flush=True)
-        quick = []
-    return {"plain": plain, "fast": quick}
+    found = {"plain": plain}
+    for gemm in ("exact", "fp8"):
+        try:
+            name, example = f"{LARGE} fast tiles, {gemm} products", stacked[:LARGE]
+            found[f"fast, {gemm}"] = profile(name, fast(vae, example, gemm=gemm), example)
+        except Exception as error:
+            print(f"the fast decoder failed: {told(error)}", flush=True)
+    return found
 
 
 def profile(name: str, call: Callable[[Tensor], Any], latents: Tensor) -> list[dict[str, Any]]:
@@ -242,60 +176,6 @@ def profile(name: str, call: Callable[[Tensor], Any], latents: Tensor) -> list[d
     for kernel in found[:KERNELS]:
         print(f"| {kernel['name'][:90]} | {kernel['calls']} | {kernel['ms']:.2f} |")
     return found[: 2 * KERNELS]
-
-
-def clock(work: Callable[[], Any]) -> float:
-    """Seconds of one run."""
-    synchronise()
-    begun = time.perf_counter()
-    work()
-    synchronise()
-    return time.perf_counter() - begun
-
-
-def synchronise() -> None:
-    """Wait for the device, if there is one."""
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-
-
-def forget_peak() -> None:
-    """Peak memory is counted from here."""
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
-
-
-def peak() -> int | None:
-    """Bytes."""
-    return torch.cuda.max_memory_allocated() if torch.cuda.is_available() else None
-
-
-def told(error: Exception) -> str:
-    """One line of it."""
-    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:120]}"
-
-
-def shown(rows: Iterator[Row]) -> Iterator[Row]:
-    """The same rows, each printed as it comes; gains are against the first row of its unit."""
-    head = ["way", "seconds", "gain", "relative error", "equal bits", "first call", "peak memory", "after"]
-    print(f"\n| {' | '.join(head)} |\n|{'---|' * len(head)}", flush=True)
-    plain: dict[str, float] = {}
-    for row in rows:
-        print(f"| {' | '.join(cells(row, plain))} | {time.monotonic() - BEGUN:.0f} s |", flush=True)
-        yield row
-
-
-def cells(row: Row, plain: dict[str, float]) -> list[str]:
-    """A row as words."""
-    if row.seconds is None:
-        return [row.name, row.failed or "", "", "", "", "", ""]
-    against = plain.setdefault(row.unit, row.seconds)
-    time_ = f"{row.seconds:.3f} s a clip" if row.unit == "clip" else f"{1e3 * row.seconds:.2f} ms a tile"
-    error = "" if row.error is None else f"{row.error:.1e}"
-    equal = "" if row.equal is None else ("yes" if row.equal else "no")
-    memory = "" if row.peak_memory is None else f"{row.peak_memory / 1e9:.1f} GB"
-    return [row.name, time_, f"{against / row.seconds:.2f}", error, equal, f"{row.first:.2f} s", memory]
 
 
 def made(device: torch.device) -> dict[str, Any]:

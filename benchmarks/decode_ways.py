@@ -39,6 +39,7 @@ def all_ways(batches: list[int], *, cuda: bool, compiled: bool, whole: bool) -> 
     """The plain way first, then by how much they tell for their time; `whole`: the whole decoder compiled as well."""
     ways = [Way("eager", batch, eager) for batch in batches] + [Way("fast", batch, fast) for batch in batches]
     ways += [Way("eager without autocast", 1, without_autocast)]
+    ways += [Way("fast, fp8", batch, partial(fast, gemm="fp8")) for batch in batches]
     if cuda:
         ways += [Way(f"fast, {kind} attention", LARGE, partial(fast, kind=kind)) for kind in ("flash", "cudnn")]
         ways += [Way("fast, CUDA graph", batch, fast_graphed) for batch in (1, LARGE)]
@@ -68,9 +69,9 @@ def eager(vae: VideoVae, example: Tensor) -> Call:
     return call
 
 
-def fast(vae: VideoVae, example: Tensor, kind: str | None = None) -> Call:
-    """Our own forward of the same weights; `kind`: one of torch's attention kernels."""
-    return partial(FastDecoder.of(vae.parts, vae.device), attention=kind)
+def fast(vae: VideoVae, example: Tensor, kind: str | None = None, gemm: str = "exact") -> Call:
+    """Our own forward of the same weights; `kind`: one of torch's attention kernels; `gemm`: exact or fp8 products."""
+    return partial(FastDecoder.of(vae.parts, vae.device, gemm), attention=kind)
 
 
 def fast_graphed(vae: VideoVae, example: Tensor) -> Call:

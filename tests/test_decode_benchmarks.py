@@ -10,7 +10,9 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from benchmarks import decode_gpu, parallel_decode
+from benchmarks.decode_clips import apart
 
+GEMMS = ["exact", "fp8"]
 RESULTS = Path(parallel_decode.__file__).parent / "results"
 
 
@@ -31,8 +33,22 @@ def test_every_way_to_do_tiles_runs_and_gives_the_same_tile(tmp_path, capsys):
     rows = {row["name"]: row for row in json.loads(out.read_text())["rows"]}
     assert not any(row["failed"] for row in rows.values())
     assert {row["unit"] for row in rows.values()} == {"clip", "tile"}
-    assert all(row["error"] < 1e-5 for row in rows.values() if row["unit"] == "tile")
+    tiles = {name: row["error"] for name, row in rows.items() if row["unit"] == "tile"}
+    assert all(1e-4 < error < 0.1 if "fp8" in name else error < 1e-5 for name, error in tiles.items())
+    clips = [row for row in rows.values() if row["unit"] == "clip"]
+    assert [row["name"] for row in clips] == ["diffusers, autocast", *(f"ours, fast, {g}, batch 1" for g in GEMMS)]
+    assert [row["equal"] for row in clips] == [None, True, False] and clips[2]["worst_levels"] >= 1 > clips[1]["error"]
+    assert all(len(row["runs"]) == 1 and row["seconds"] == row["runs"][0] for row in clips)
     assert "| eager, batch 3 |" in capsys.readouterr().out
+
+
+def test_how_far_frames_are_apart_is_told_in_levels():
+    wanted = torch.full((2, 3, 4, 3), 100, dtype=torch.uint8)
+    found = wanted.clone()
+    found[1, 2, 3, 0] = 94
+    error, mean, worst = apart(found, wanted)
+    assert (mean, worst) == (6 / 72, 6) and error == pytest.approx(6 / (100 * 72**0.5))
+    assert apart(wanted, wanted) == (0, 0, 0)
 
 
 def test_a_way_that_fails_is_told_and_the_others_go_on(capsys):

@@ -1,0 +1,108 @@
+"""Whole clips: by diffusers' AutoencoderKLMiniMaxH3.decode, and by ours until frames are bytes on the host.
+
+All share one decoder's weights. How far frames are from those of the first row is told in levels of 255.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import cache
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.decode_rows import Row, clock, forget_peak, peak, told
+from benchmarks.decode_ways import autocast
+from h3dist.tiles import cut_video, even_batch
+from h3dist.vae import VideoVae
+from h3dist.vae.fast import FastDecoder
+from h3dist.vae.frames import to_levels
+
+Work = Callable[[], Any]  # frames raw [3, F, H, W], or u8 [f, H, W, 3] by chunks
+
+
+def clips(
+    vae: VideoVae, settings: dict[str, Any], latents: Tensor, calls: list[int], repeats: int, *, plain: bool
+) -> Iterator[Row]:
+    """diffusers' under autocast, then ours fast, by exact and by FP8 products, for each number of tiles a call.
+
+    `plain`: then diffusers' as its pipelines call it, and ours in its modules.
+    """
+    wanted = None
+    for name, work in all_works(vae, settings, latents, calls, plain=plain):
+        row, frames = clip_row(name, work, repeats, wanted)
+        wanted = frames if wanted is None else wanted
+        yield row
+
+
+def all_works(
+    vae: VideoVae, settings: dict[str, Any], latents: Tensor, calls: list[int], *, plain: bool
+) -> Iterator[tuple[str, Work]]:
+    """Each with its name. What makes a fast decoder may fail, and is a row of its own then."""
+    restored, theirs = vae.statistics.restore(latents), diffusers_model(vae, settings)
+    count = cut_video(*latents.shape[2:]).tiles
+
+    def of_diffusers(cast: bool) -> Tensor:
+        with torch.no_grad(), autocast(vae, cast):
+            return theirs.decode(restored, return_dict=False)[0][0]
+
+    @cache
+    def quick(gemm: str) -> VideoVae:
+        return replace(vae, fast=FastDecoder.of(vae.parts, vae.device, gemm))
+
+    def of_ours(gemm: str, batch: int) -> list[Tensor]:
+        return list(quick(gemm).decode(latents, batch))
+
+    yield "diffusers, autocast", lambda: of_diffusers(True)
+    for gemm in ("exact", "fp8"):
+        for batch in dict.fromkeys(even_batch(count, most) for most in calls):
+            yield f"ours, fast, {gemm}, batch {batch}", lambda gemm=gemm, batch=batch: of_ours(gemm, batch)
+    if plain:
+        yield "diffusers, no autocast", lambda: of_diffusers(False)
+        yield "ours, plain", lambda: list(vae.decode(latents))
+
+
+def diffusers_model(vae: VideoVae, settings: dict[str, Any]) -> Any:
+    """diffusers' model over the same decoder; its encoder stays without storage."""
+    from diffusers import AutoencoderKLMiniMaxH3
+
+    given = {name: value for name, value in settings.items() if not name.startswith("latents_")}
+    with torch.device("meta"):
+        model = AutoencoderKLMiniMaxH3(**given)
+    model.decoder, model.post_quant_conv = vae.parts["decoder"], vae.parts["post_quant_conv"]
+    return model.eval()
+
+
+def clip_row(name: str, work: Work, repeats: int, wanted: Tensor | None) -> tuple[Row, Tensor | None]:
+    """`repeats` whole clips after a first one, and the frames u8 [F, H, W, 3] of that, on the host."""
+    try:
+        forget_peak()
+        kept: list[Any] = []
+        first, memory = clock(lambda: kept.append(work())), peak()
+        given = kept.pop()
+        frames = to_levels(given.float()).cpu() if isinstance(given, Tensor) else torch.cat(given)
+        del given
+        error, mean, worst = (None, None, None) if wanted is None else apart(frames, wanted)
+        runs = tuple(clock(lambda: work() is None) for _ in range(repeats))
+        equal = None if wanted is None else worst == 0
+        return Row(name, "clip", median(runs), error, equal, first, memory, None, mean, worst, runs), frames
+    except Exception as failure:
+        return Row(name, "clip", failed=told(failure)), None
+
+
+def apart(found: Tensor, wanted: Tensor) -> tuple[float, float, int]:
+    """Of bytes [F, H, W, 3]: the relative error in the 2-norm, the mean and the largest difference.
+
+    Frame by frame, on a GPU where there is one.
+    """
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    squares = torch.zeros(2, dtype=torch.float64, device=device)
+    total, worst = torch.zeros((), dtype=torch.float64, device=device), torch.zeros((), device=device)
+    for pair in zip(found, wanted, strict=True):
+        one, other = (frame.to(device).float() for frame in pair)
+        off = (one - other).abs()
+        squares += torch.stack([off.square().sum(), other.square().sum()])
+        total += off.sum()
+        worst = worst.maximum(off.max())
+    return (squares[0] / squares[1]).sqrt().item(), total.item() / wanted.numel(), int(worst.item())
