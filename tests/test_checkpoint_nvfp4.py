@@ -302,7 +302,10 @@ def test_a_global_scale_that_cannot_be_is_refused(tmp_path, value):
         storage.read(file, "w")
 
 
-@pytest.mark.parametrize(("byte", "words"), [(0x7F, "NaN"), (0xFF, "NaN"), (0, "zero for 1 blocks")])
+SPOILED = [(0x7F, "NaN"), (0xFF, "NaN"), (0, "zero for 1 blocks"), (0x80, "zero for 1 blocks")]
+
+
+@pytest.mark.parametrize(("byte", "words"), SPOILED)
 def test_a_block_scale_that_cannot_be_is_refused(tmp_path, byte, words):
     def change(scales):
         scales.view(-1)[2 * 512 + 16] = byte  # row 129, block 0
@@ -311,6 +314,11 @@ def test_a_block_scale_that_cannot_be_is_refused(tmp_path, byte, words):
     with pytest.raises(CheckpointError, match=words):
         storage.read(file, "w")
     storage.read(file, "w", Slice(rows=((0, 129),)))  # a rank that does not keep it does not see it
+
+
+def test_a_block_scale_may_be_negative(tmp_path):
+    file, storage = spoiled(tmp_path, "weight_scale", lambda scales: scales.view(-1)[2 * 512 + 16].fill_(0xB8))
+    assert storage.read(file, "w").dense(torch.float32).isfinite().all()
 
 
 def test_blocks_of_zeros_may_have_a_scale_of_zero(tmp_path):

@@ -129,8 +129,9 @@ def read_block(
         "mlp.fc1": fc1_slice(dims, ffn),
         "mlp.fc2": fc2_slice(dims, ffn),
     }
+    beside = torch.device(device).type == "cuda"  # or each small copy waits for the large ones before it
     norms = [
-        read_tensor(dfile, f"{name}.{norm}.weight").to(device, dtype)
+        read_tensor(dfile, f"{name}.{norm}.weight").to(device, dtype, non_blocking=beside)
         for norm in ("norm1", "norm2", "attn.q_norm", "attn.k_norm")
     ]
     linears = [read_linear(dfile, f"{name}.{layer}", part).to(device) for layer, part in slices.items()]
