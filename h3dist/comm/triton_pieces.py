@@ -20,7 +20,7 @@ from h3dist.comm.forms import Kinds
 from h3dist.comm.pieces import Place, Places
 from h3dist.plan.exchange import CODED_ROWS, SCALE_BYTES
 
-COPIED_ROWS, COLUMNS = 8, 512  # of one program that copies
+COPIED, COLUMNS = 4096, 512  # elements of one program that copies, and the most of a row
 BLOCKS = 2  # of coded rows, of one program
 VECTOR = 16  # bytes: the most that a thread moves at a time
 FIELDS = tl.constexpr(6)  # of a place: below
@@ -108,10 +108,11 @@ def _decode(
 def take(packet: Tensor, places: Places, kinds: Kinds) -> None:
     """See `forms.take`."""
     rows, heads, D = _most(places, kinds)
-    grid = triton.cdiv(heads * D, COLUMNS), triton.cdiv(rows, COPIED_ROWS), len(places)
+    width = min(COLUMNS, triton.next_power_of_2(max(1, heads * D)))
+    grid = triton.cdiv(heads * D, width), triton.cdiv(rows, COPIED // width), len(places)
     table, unit = _table(places, len(kinds), D, packet.element_size(), packet.device, coded=False)
     for kind, x in enumerate(kinds if prod(grid) else ()):
-        sizes = {"KINDS": len(kinds), "D": D, "UNIT": unit, "ROWS": COPIED_ROWS, "WIDTH": COLUMNS}
+        sizes = {"KINDS": len(kinds), "D": D, "UNIT": unit, "ROWS": COPIED // width, "WIDTH": width}
         _take[grid](packet, x, table, x.stride(0), kind, **sizes)
 
 
