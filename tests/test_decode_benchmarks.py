@@ -2,6 +2,7 @@
 
 import json
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -9,8 +10,9 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from benchmarks import decode_gpu, parallel_decode
+from benchmarks import decode_gpu, decode_kernels, parallel_decode
 from benchmarks.decode_clips import apart
+from h3dist.vae.forms import Product
 
 GEMMS = ["exact", "fp8"]
 RESULTS = Path(parallel_decode.__file__).parent / "results"
@@ -63,3 +65,20 @@ def test_a_way_that_fails_is_told_and_the_others_go_on(capsys):
     assert first.equal and second.failed == "MemoryError: no memory for it"
     (late,) = decode_gpu.tiles(vae, stacked, ways[:1], decode_gpu.arguments(["--seconds", "0"]))
     assert "skipped" in late.failed
+
+
+def test_ways_to_multiply_give_the_same_product():
+    x, product = torch.randn(5, 32), Product(torch.randn(48, 32), torch.randn(48))
+    first, *others = decode_kernels.ways(x, product)
+    wanted = first.work()
+    for way in others:
+        with way.around() if torch.cuda.is_available() else nullcontext():
+            found = way.work()
+        torch.testing.assert_close(found + product.bias if "no bias" in way.name else found, wanted)
+
+
+@pytest.mark.gpu
+def test_parts_of_the_decoder_are_timed_one_by_one():
+    rows = {row.part: row for row in decode_kernels.parts(1, flash4=False)}
+    assert {"qkv", "down, FP8", "attention, cudnn", "norm to FP8", "gate to FP8"} <= rows.keys()
+    assert rows["down, FP8"].error < 0.1 and all(row.milliseconds > 0 for row in rows.values())
