@@ -172,6 +172,23 @@ def test_on_a_gpu_what_lies_behind_a_dense_matrix_stays(tmp_path, rows, cols, dt
     assert all(torch.equal(found, made[0]) for found in made)
 
 
+def test_the_host_waits_for_copies_from_memory_that_torch_does_not_keep(tmp_path, monkeypatch):
+    """Here torch pins nothing, so the codes are said to be; a CPU does not care how it copies."""
+    file, storage = nvfp4(tmp_path, 33, 30)
+    weight, copy, told = storage.read(file, "w"), torch.Tensor.to, {}
+
+    def watched(part, device, non_blocking):
+        told[part.data_ptr()] = non_blocking
+        return copy(part, device)
+
+    monkeypatch.setattr(torch.Tensor, "is_pinned", lambda part: part is weight.codes)
+    monkeypatch.setattr(torch.Tensor, "to", watched)
+    weight.to("cpu")
+    assert told == {
+        part.data_ptr(): part is weight.codes for part in (weight.codes, weight.scales, weight.global_scale)
+    }
+
+
 def test_swizzling_is_the_published_index(tmp_path):
     grid = torch.randint(0, 256, (300, 9), dtype=torch.uint8)
     tiles = swizzle(grid)

@@ -46,9 +46,12 @@ class Weight(ABC):
         return sum(part.nbytes for part in self._tensors().values())
 
     def to(self, device: torch.device | str) -> Self:
-        """The same weight on another device; from pinned memory to a GPU it goes while the host does other things."""
-        beside = torch.device(device).type == "cuda"
-        return replace(self, **{name: part.to(device, non_blocking=beside) for name, part in self._tensors().items()})
+        """The same weight on another device; from pinned memory to a GPU it goes while the host does other things.
+
+        Only pinned memory is kept by torch until it is read; a GPU that shares the host's may read any other late too.
+        """
+        parts = self._tensors().items()
+        return replace(self, **{name: part.to(device, non_blocking=part.is_pinned()) for name, part in parts})
 
     def _tensors(self) -> dict[str, Tensor]:
         parts = {item.name: getattr(self, item.name) for item in fields(self)}
