@@ -3,8 +3,11 @@ installed and TRITON_INTERPRET=1 is set; the rest runs anywhere.
 """
 
 import importlib.util
+import json
 import os
+import sys
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +17,9 @@ from fp4 import nvfp4
 from torch import Tensor
 from world import World
 
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from benchmarks import activation_fp8
 from h3dist.bench.spec import Spec
 from h3dist.bench.steps import denoiser_of, random_weights, velocity
 from h3dist.checkpoint.formats import PlainWeight
@@ -122,6 +128,16 @@ def test_an_activation_rounded_to_fp8_is_that_of_two_kernels_to_the_bit(
     codes, scale = fp8_rounding()(fused.load().activate(gate_up))
     assert isinstance(found, Fp8Rows) and found.dtype == dtype and found.shape == shape
     assert torch.equal(found.scale, scale) and torch.equal(found.codes.view(torch.uint8), codes.view(torch.uint8))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_the_benchmark_of_that_activation_runs(device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = tmp_path / "activation.json"
+    monkeypatch.setattr(activation_fp8, "WARPS", (8,))
+    words = ["--device", device, "--rows", "5", "--width", "48", "--repeats", "2", "--json", str(out)]
+    assert activation_fp8.main(words) == 0
+    rows = json.loads(out.read_text())["measured"]
+    assert [row["same"] for row in rows] == [None] * 3 + [True] * 3 and all(row["seconds"] > 0 for row in rows)
 
 
 @pytest.mark.gpu
