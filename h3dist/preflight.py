@@ -133,6 +133,7 @@ def plan_on(
     gemm = choose_gemm(config.runtime.gemm, capability, dtype)
     check_cuda(config, device)
     check_transport(config, device)
+    check_capture(config.attention.capture)
     fast = fast_decoder(config, device)
     fp4, amax = fp4_linears(facts.dims, facts.dfile, capability, dtype) if gemm == "nvfp4" else (0, 0)
     return make_plan(
@@ -203,6 +204,15 @@ def check_transport(config: Config, device: str) -> None:
             f"exchange.transport=copy is for GPUs that have NCCL for all else, and this is {device} over {backend}; "
             "use exchange.transport=auto or collective"
         )
+
+
+def check_capture(folder: str | None) -> None:
+    """Raises `ConfigError` where q, k and v are to be saved in what is, or lies in, a file."""
+    if folder is None:
+        return
+    there = next(path for path in (Path(folder).absolute(), *Path(folder).absolute().parents) if path.exists())
+    if not there.is_dir():
+        raise ConfigError(f"attention.capture={folder}: {there} is a file; name a folder, made where there is none")
 
 
 def check_backend(config: Config, device: str) -> str:

@@ -1,5 +1,6 @@
 """What the plan makes of `runtime.gemm`: memory, predictions where there are rates, and refusals."""
 
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -45,6 +46,31 @@ def test_what_a_product_works_with_is_in_the_plan() -> None:
     for gemm, working in (("fp8", 3 * rows * wide), ("int8", rows * (hidden + 4 * 2 * wide))):
         plan = plan_of(gemm=gemm)
         assert plan.memory[0]["denoise"] - plan.shares[0].weight_bytes == common + working
+
+
+def test_the_memory_in_which_weights_are_made_dense_is_the_largest_ones_wherever_a_block_is_widest() -> None:
+    """Attention's half of one rank, with fc1's size beside it, though no product there takes it."""
+    plan = plan_of()
+    attention = plan.rows * (4 * 5376 + 7 * 7168) + 2 * 14336 * 5376
+    assert plan.memory[0]["denoise"] - plan.shares[0].weight_bytes == CUDA_RESERVE + 2 * attention
+
+
+def test_text_rows_that_are_refined_are_in_the_plan() -> None:
+    """In float32: the residual, its normed rows, and fc1's halves and activation; rank 0's alone."""
+    options = {"dtype": "bfloat16", "attention": "sdpa", "steps": 12}
+    dims, two = released_dims(), Layout(sp=2)
+    few, many = (make_plan(CLIP, dims, rows, two, **options).memory for rows in (400, 8000))
+    row = 4 * (dims.text_dim + 2 * 5376 + 3 * 14336)
+    assert many[0]["refine"] - few[0]["refine"] == 7600 * row and many[1]["refine"] == few[1]["refine"]
+
+
+def test_a_capture_that_is_a_file_is_refused_before_any_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("h3dist.preflight.conditions_of", lambda resolved, contract: ())
+    (tmp_path / "file").write_text("")
+    for folder in (tmp_path / "file", tmp_path / "file" / "deep"):
+        with pytest.raises(ConfigError, match=r"attention\.capture=.*: .*file is a file; name a folder"):
+            planned((9, 0), f"attention.capture={folder}")
+    planned((9, 0), f"attention.capture={tmp_path}/new/deep")
 
 
 def test_a_plan_that_does_not_fit_narrow_weights_is_refused() -> None:

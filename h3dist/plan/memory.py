@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from h3dist.checkpoint.text_names import RELEASED, TextDims
 from h3dist.conditions import Condition
 from h3dist.geometry import CHUNK_FRAMES, Geometry
-from h3dist.plan.gemm import working_bytes
+from h3dist.plan.gemm import NARROW, working_bytes
 from h3dist.plan.layout import length
 from h3dist.plan.slots import slot_bytes
 from h3dist.plan.text_memory import alone_bytes
@@ -66,17 +66,20 @@ def weight_bytes(work: Work, stored: Stored, share: "Share") -> int:
 def activation_bytes(work: Work, gemm: str, share: "Share") -> int:
     """The wider of a block's two halves, attention and MLP, at its widest point.
 
-    Both hold the residual, its modulated rows, those that are projected, the partial sum, and what one product
-    works with: a weight made dense, or its input narrowed. Attention is widest where q, k and v leave for the
-    exchange (as they came from the linear and as normed and rotated; over sp their packed copy and what arrives),
-    or, where hidden rows were gathered, in itself, and what it gives goes back to its rows. The MLP holds fc1's two
-    halves and the activation of one. Heads that move by copies arrive in slots, which both halves hold besides.
+    Both hold the residual, its modulated rows, those that are projected, the partial sum, and what products work
+    with: memory for the largest weight made dense, which is used again, or an input narrowed. Attention is widest
+    where q, k and v leave for the exchange (as they came from the linear and as normed and rotated; over sp their
+    packed copy and what arrives), or, where hidden rows were gathered, in itself, and what it gives goes back to its rows. The
+    MLP holds fc1's two halves and the activation of one. Heads that move by copies arrive in slots, which both halves
+    hold besides.
     """
     dims, e = work.dims, work.element
     own, group, projected = length(share.rows), length(share.group_rows), length(share.projected_rows)
     shapes = linear_shapes(dims, length(share.tp_heads), length(share.ffn), length(share.projected_heads))
     rows = {name: projected if name == LINEARS[0] else group for name in shapes}
     work_space = {name: working_bytes(gemm, rows[name], shape, e) for name, shape in shapes.items()}
+    if gemm not in NARROW:
+        work_space = dict.fromkeys(shapes, max(work_space.values()))
     before = group * length(share.tp_heads) * dims.head_dim * e  # one of q, k, v, split by rows
     after = work.rows * length(share.heads) * dims.head_dim * e if work.layout.sp > 1 else 0  # or by heads
     wide, held = 5 * after + 2 * before if work.hidden else 7 * before + 3 * after, slot_bytes(work)
@@ -107,10 +110,17 @@ def estimate(work: Work, stored: Stored, share: "Share", geometry: Geometry) -> 
     read = max(alone_text(stored, work.text_rows, work.shown_rows), encoding_bytes(work.conditions, stored))
     return {
         "encode": stored.reserve + first * (read + states),
-        "refine": stored.reserve + first * (F32 * refiner_weights(work.dims) + states),
+        "refine": stored.reserve + first * (F32 * refiner_weights(work.dims) + states + refining_bytes(work)),
         "denoise": stored.reserve + share.weight_bytes + activation_bytes(work, stored.gemm, share),
         "decode": stored.reserve + share.weight_bytes + first * (vaes + 2 * picture),
     }
+
+
+def refining_bytes(work: Work) -> int:
+    """What a block of the refiner keeps alive of the text rows, in float32: the residual, its normed rows, and either
+    q, k and v, q and k as normed and the output, or fc1's two halves and the activation of one."""
+    dims = work.dims
+    return F32 * work.text_rows * (2 * dims.hidden + max(6 * dims.inner, 3 * dims.ffn))
 
 
 def alone_text(stored: Stored, rows: int, shown: int) -> int:
