@@ -54,10 +54,11 @@ def compare(record: dict[str, Any], cells: list[dict[str, Any]], folder: Path, k
     own, target = folder / "latents.safetensors", kept / f"{record['key']}.safetensors"
     first = _first(record, cells)
     record["latents"] = {"sha256": fingerprint(own), "file": f"{kept.name}/{target.name}" if save else None}
+    equal = record["latents"]["sha256"] == first["latents"]["sha256"]
     record["parity"] = {
         "reference": first["key"],
-        "equal": record["latents"]["sha256"] == first["latents"]["sha256"],
-        "relative_error": _distance(own, kept / f"{first['key']}.safetensors") if first is not record else 0.0,
+        "equal": equal,
+        "relative_error": 0.0 if equal else _distance(own, kept / f"{first['key']}.safetensors"),
     }
     if save or first is record:
         _move(own, target)

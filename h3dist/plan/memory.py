@@ -69,9 +69,9 @@ def activation_bytes(work: Work, gemm: str, share: "Share") -> int:
     Both hold the residual, its modulated rows, those that are projected, the partial sum, and what products work
     with: memory for the largest weight made dense, which is used again, or an input narrowed. Attention is widest
     where q, k and v leave for the exchange (as they came from the linear and as normed and rotated; over sp their
-    packed copy and what arrives), or, where hidden rows were gathered, in itself, and what it gives goes back to its rows. The
-    MLP holds fc1's two halves and the activation of one. Heads that move by copies arrive in slots, which both halves
-    hold besides.
+    packed copy and what arrives), or, where hidden rows were gathered, in itself, and what it gives goes back to its
+    rows. The MLP holds fc1's two halves and the activation of one. Heads that move by copies arrive in slots, which
+    both halves hold besides.
     """
     dims, e = work.dims, work.element
     own, group, projected = length(share.rows), length(share.group_rows), length(share.projected_rows)
