@@ -51,8 +51,9 @@ def _variants(entry: Mapping[str, Any]) -> Iterator[str]:
     yield ""
     for name, found in entry["variants"].items():
         if "offload" in found:
-            moved, rate, alone = (f"{number / 1e9:.4g}" for number in found["offload"].values())
+            moved, rate, alone, pinned = (f"{number / 1e9:.4g}" for number in found["offload"].values())
             yield f"{name}: {moved} GB of blocks a step, at {rate} GB/s; at {alone} with nothing done between"
+            yield f"{name}: {pinned} GB of pinned memory"
 
 
 def _flat(found: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from h3dist.bench.steps import denoiser_of, relative_error, run_steps, velocity
@@ -89,11 +90,16 @@ def measure(
 
 
 def carried(blocks: OffloadedBlocks, clock: Clock, step: float) -> dict[str, float]:
-    """Bytes of all blocks, which come in every step, of `step` seconds; how many a second, then and `alone`."""
+    """Bytes of all blocks, which come in every step, of `step` seconds; how many a second, then and `alone`.
+
+    pinned_bytes: what torch holds for it, which it rounds up to a power of two a block.
+    """
 
     def work() -> None:
         for index in range(len(blocks)):
             blocks[index]
 
     count, alone = blocks.host_bytes, clock.time(work).median
-    return {"bytes": count, "bytes_per_second": count / step, "alone_bytes_per_second": count / alone}
+    rates = {"bytes_per_second": count / step, "alone_bytes_per_second": count / alone}
+    stats = torch.cuda.host_memory_stats() if clock.device.type == "cuda" else {}
+    return {"bytes": count, **rates, "pinned_bytes": stats.get("allocated_bytes.current", 0)}
