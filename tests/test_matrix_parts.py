@@ -22,7 +22,7 @@ from h3dist.matrix import environment, results, scaling
 from h3dist.matrix.cells import Cell
 from h3dist.matrix.clip_run import clip_settings
 from h3dist.matrix.config import WAYS, Shape, compose_matrix, exchange_of
-from h3dist.matrix.prepare import prepare
+from h3dist.matrix.prepare import prepare, starter
 from h3dist.matrix.records import ended, waiting
 from h3dist.matrix.run import run_matrix
 from h3dist.matrix.table import line, table
@@ -31,7 +31,7 @@ from h3dist.processes import Outcome
 from h3dist.report.load import load
 from h3dist.status import Cause
 from h3dist.topology import Device, Link, Topology
-from tests.planted import TESTS, run_planted
+from tests.planted import TESTS, make_up, run_planted
 
 SCHEMA = json.loads((TESTS.parent / "h3dist/matrix/schema.json").read_text())
 CPU = ["matrix=smoke", "runtime.device=cpu", "shapes=[64x64x5]", "request.steps=3", "results=m.json"]
@@ -284,10 +284,26 @@ def test_cells_may_be_listed_and_share_a_start(run, monkeypatch):
     assert code == 0 and len(begun) == 4, "what is done is not run again"
 
 
-def test_one_that_fails_in_a_start_takes_no_other_with_it(run):
-    words = "layouts=[ulysses]", "worlds=[2]", "exchanges=[heads,hidden]", "together=true"
-    code, document = run(*words, parts={"*": ("lost", 60)})
-    assert code == 1 and [cell["state"] for cell in document["cells"]] == ["failed"] * 2
+def test_one_that_fails_in_a_start_takes_no_other_with_it(tmp_path, monkeypatch):
+    """Ranks die when one of three cells is done: it stays so, the next one failed, and the last has a start of its own."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    words = "layouts=[ulysses]", "worlds=[2]", "exchanges=[heads,heads/2,hidden]", "together=true"
+    config, words = compose_matrix([*CPU, *words])
+    real, starts = starter(config, words), []
+
+    def start(batch, folder, until):
+        begun = real(batch, folder, until)
+        starts.append([planned.cell.exchange for planned in batch])
+        for planned in batch if len(starts) > 1 else batch[:1]:
+            make_up(planned.plan, folder, folder / planned.cell.key)
+        ends = ["cp", *map(str, folder.glob("rank*.json")), str(folder / "status")] if len(starts) > 1 else ["false"]
+        return replace(begun, command=ends)
+
+    assert run_matrix(config, words, start) == 1
+    cells = json.loads(Path("m.json").read_text())["cells"]
+    assert [cell["state"] for cell in cells] == ["done", "failed", "done"]
+    assert starts == [["heads", "heads/2", "hidden"], ["hidden"]]
 
 
 def test_what_does_not_fit_the_time_is_left_for_the_next_matrix(run, monkeypatch):
