@@ -11,8 +11,9 @@ from h3dist.bench.spec import Spec
 from h3dist.bench.steps import denoiser_of, random_weights, velocity
 from h3dist.checkpoint.formats import PlainWeight
 from h3dist.comm import Comm
+from h3dist.model import offload
 from h3dist.model.narrow import narrowed
-from h3dist.model.offload import ALIGNED, OffloadedBlocks, pack, tensors_of
+from h3dist.model.offload import ALIGNED, LEAST, OffloadedBlocks, lengths, pack, tensors_of
 from h3dist.model.weights import BlockWeights
 from h3dist.plan import Layout
 from h3dist.topology import Ranks
@@ -45,13 +46,15 @@ def same(found: BlockWeights, wanted: BlockWeights) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("least", [LEAST, ALIGNED])
 @pytest.mark.parametrize("count", [1, 2, 3, 4])
-def test_every_block_comes_as_it_was(device: str, count: int) -> None:
-    """Over several steps, for an odd number of blocks too; and out of order."""
+def test_every_block_comes_as_it_was(device: str, count: int, least: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over several steps, for an odd number of blocks too; in one run of bytes and in several; and out of order."""
+    monkeypatch.setattr(offload, "LEAST", least)
     wanted = blocks(count)
     offloaded = OffloadedBlocks(iter(wanted), torch.device(device))
     assert len(offloaded) == count
-    sizes = [pack(block, pinned=False).memory.numel() for block in wanted]
+    sizes = [pack(block, pinned=False).size for block in wanted]
     assert (offloaded.host_bytes, offloaded.device_bytes) == (sum(sizes), 2 * max(sizes))
     for index in [*range(count)] * 3 + [count - 1, 0, 0, count // 2]:
         same(offloaded[index], wanted[index])
@@ -67,11 +70,19 @@ def test_a_block_is_good_until_the_next_one_is_asked_for() -> None:
     assert not torch.equal(first.norm1, wanted[0].norm1) and torch.equal(first.norm1, wanted[2].norm1)
 
 
-def test_a_block_is_one_run_of_bytes_and_the_original_goes() -> None:
+def test_a_block_is_runs_of_powers_of_two_and_a_rest_so_that_little_pinned_memory_is_wasted() -> None:
+    block = 216_760_320  # bytes of the released model's: torch would make 256 MiB of it
+    assert lengths(block) == [128 << 20, 64 << 20, 8 << 20, block - (200 << 20)]
+    assert sum(1 << (length - 1).bit_length() for length in lengths(block)) < 1.01 * block
+    for size in (0, 1, LEAST, LEAST + 1, 3 * LEAST, 1 << 30):
+        assert sum(lengths(size)) == size and all(length > 0 for length in lengths(size))
+
+
+def test_a_block_is_its_bytes_alone_and_the_original_goes() -> None:
     block = blocks(1)[0]
     packed = pack(block, pinned=False)
     sizes = [tensor.nbytes for _, tensor in tensors_of(block)]
-    assert packed.memory.numel() == sum(-(-size // ALIGNED) * ALIGNED for size in sizes)
+    assert packed.size == sum(-(-size // ALIGNED) * ALIGNED for size in sizes)
     assert all(tensor.is_meta for _, tensor in tensors_of(packed.block))
 
 

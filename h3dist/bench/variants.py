@@ -92,7 +92,7 @@ def measure(
 def carried(blocks: OffloadedBlocks, clock: Clock, step: float) -> dict[str, float]:
     """Bytes of all blocks, which come in every step, of `step` seconds; how many a second, then and `alone`.
 
-    pinned_bytes: what torch holds for it, which it rounds up to a power of two a block.
+    pinned_bytes: what torch holds in all, rounded up.
     """
 
     def work() -> None:

@@ -1,7 +1,7 @@
 """Blocks that stay in the host's memory, two at a time on the device: one computes while the next one arrives.
 
-A block is one run of bytes in pinned memory, so that it moves in one copy; on the device there are two places for one,
-taken in turn.
+A block is a few runs of bytes in pinned memory, so that it moves in as many copies; on the device there are two places
+for one, taken in turn.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 ALIGNED = 256  # bytes at whose multiples tensors begin
+LEAST = 8 << 20  # bytes of which a run may waste some
 
 
 class Piece(NamedTuple):
@@ -25,11 +26,25 @@ class Piece(NamedTuple):
 
 
 class Packed(NamedTuple):
-    """A block in the host's memory: its bytes, where each tensor lies, and the block with tensors of no memory."""
+    """A block in the host's memory: its bytes, run by run, where each tensor lies in them, and the block with tensors
+    of no memory."""
 
-    memory: Tensor
+    runs: tuple[Tensor, ...]
     pieces: tuple[Piece, ...]
     block: Any
+
+    @property
+    def size(self) -> int:
+        return sum(run.numel() for run in self.runs)
+
+
+def lengths(size: int) -> list[int]:
+    """Of runs that together are so long: powers of two, which torch rounds pinned memory up to, and a rest."""
+    found = []
+    while size > LEAST:
+        found.append(1 << size.bit_length() - 1)
+        size -= found[-1]
+    return [*found, size] if size else found
 
 
 def tensors_of(block: Any) -> Iterator[tuple[tuple[str, ...], Tensor]]:
@@ -61,11 +76,13 @@ def pack(block: Any, *, pinned: bool) -> Packed:
     for path, tensor in found:
         pieces.append(Piece(path, size, tensor.to("meta")))
         size += -(-tensor.nbytes // ALIGNED) * ALIGNED
-    memory = torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
+    memory = torch.empty(size, dtype=torch.uint8, device=found[0][1].device)
     for (_, tensor), piece in zip(found, pieces, strict=True):
         view(memory, piece).copy_(tensor)
+    made = (torch.empty(length, dtype=torch.uint8, pin_memory=pinned) for length in lengths(size))
+    runs = tuple(run.copy_(part) for run, part in zip(made, memory.split(lengths(size)), strict=True))
     empty = with_tensors(block, ((piece.path, piece.like) for piece in pieces))
-    return Packed(memory, tuple(pieces), empty)
+    return Packed(runs, tuple(pieces), empty)
 
 
 def view(memory: Tensor, piece: Piece) -> Tensor:
@@ -80,10 +97,11 @@ class OffloadedBlocks(Sequence[Any]):
     """
 
     def __init__(self, blocks: Iterable[Any], device: torch.device) -> None:
-        """Takes blocks one at a time, so that no more than one need be on the device. Any formats, any sizes."""
+        """Takes blocks one at a time, so that no more than one and its bytes need be on the device. Any formats, any
+        sizes."""
         cuda = device.type == "cuda"
         self._home = [pack(block, pinned=cuda) for block in blocks]
-        size = max((packed.memory.numel() for packed in self._home), default=0)
+        size = max((packed.size for packed in self._home), default=0)
         self._places = [torch.empty(size, dtype=torch.uint8, device=device) for _ in range(2)]
         self._holds: list[int | None] = [None, None]
         self._turn = 0
@@ -96,7 +114,7 @@ class OffloadedBlocks(Sequence[Any]):
     @property
     def host_bytes(self) -> int:
         """Bytes of all blocks in the host's memory, which come to the device in every step."""
-        return sum(packed.memory.numel() for packed in self._home)
+        return sum(packed.size for packed in self._home)
 
     @property
     def device_bytes(self) -> int:
@@ -121,13 +139,15 @@ class OffloadedBlocks(Sequence[Any]):
 
     def _fetch(self, index: int, place: int) -> None:
         """Begin to copy a block; what was begun on the current stream, and reads that place, comes first."""
-        source = self._home[index].memory
-        target = self._places[place][: source.numel()]
+        packed = self._home[index]
+        targets = self._places[place][: packed.size].split([run.numel() for run in packed.runs])
         self._holds[place] = index
         if self._side is None:
-            target.copy_(source)
+            for target, run in zip(targets, packed.runs, strict=True):
+                target.copy_(run)
             return
         self._side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._side):
-            target.copy_(source, non_blocking=True)
+            for target, run in zip(targets, packed.runs, strict=True):
+                target.copy_(run, non_blocking=True)
             self._arrived[place].record()
