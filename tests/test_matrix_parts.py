@@ -285,7 +285,7 @@ def test_cells_may_be_listed_and_share_a_start(run, monkeypatch):
 
 
 def test_one_that_fails_in_a_start_takes_no_other_with_it(tmp_path, monkeypatch):
-    """Ranks die when one of three cells is done: it stays so, the next one failed, and the last has a start of its own."""
+    """Ranks die when one of three cells is done: it stays so, the next one failed, the last has a start of its own."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     words = "layouts=[ulysses]", "worlds=[2]", "exchanges=[heads,heads/2,hidden]", "together=true"
