@@ -5,7 +5,8 @@ All share one decoder's weights. How far frames are from those of the first row 
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
+from itertools import product
 from statistics import median
 from typing import Any
 
@@ -23,21 +24,29 @@ Work = Callable[[], Any]  # frames raw [3, F, H, W], or u8 [f, H, W, 3] by chunk
 
 
 def clips(
-    vae: VideoVae, settings: dict[str, Any], latents: Tensor, calls: list[int], repeats: int, *, plain: bool
+    vae: VideoVae,
+    settings: dict[str, Any],
+    latents: Tensor,
+    calls: list[int],
+    repeats: int,
+    *,
+    plain: bool = False,
+    flash4: bool = False,
 ) -> Iterator[Row]:
     """diffusers' under autocast, then ours fast, by exact and by FP8 products, for each number of tiles a call.
 
-    `plain`: then diffusers' as its pipelines call it, and ours in its modules.
+    `flash4`: then ours with attention by flash-attn-4 too. `plain`: then diffusers' as its pipelines call it, and ours
+    in its modules.
     """
     wanted = None
-    for name, work in all_works(vae, settings, latents, calls, plain=plain):
+    for name, work in all_works(vae, settings, latents, calls, plain=plain, flash4=flash4):
         row, frames = clip_row(name, work, repeats, wanted)
         wanted = frames if wanted is None else wanted
         yield row
 
 
 def all_works(
-    vae: VideoVae, settings: dict[str, Any], latents: Tensor, calls: list[int], *, plain: bool
+    vae: VideoVae, settings: dict[str, Any], latents: Tensor, calls: list[int], *, plain: bool, flash4: bool
 ) -> Iterator[tuple[str, Work]]:
     """Each with its name. What makes a fast decoder may fail, and is a row of its own then."""
     restored, theirs = vae.statistics.restore(latents), diffusers_model(vae, settings)
@@ -51,13 +60,15 @@ def all_works(
     def quick(gemm: str) -> VideoVae:
         return replace(vae, fast=FastDecoder.of(vae.parts, vae.device, gemm))
 
-    def of_ours(gemm: str, batch: int) -> list[Tensor]:
-        return list(quick(gemm).decode(latents, batch))
+    def of_ours(gemm: str, batch: int, attention: str | None) -> list[Tensor]:
+        made = quick(gemm)
+        return list(replace(made, fast=partial(made.fast, attention=attention)).decode(latents, batch))
 
     yield "diffusers, autocast", lambda: of_diffusers(True)
-    for gemm in ("exact", "fp8"):
-        for batch in dict.fromkeys(even_batch(count, most) for most in calls):
-            yield f"ours, fast, {gemm}, batch {batch}", lambda gemm=gemm, batch=batch: of_ours(gemm, batch)
+    batches = dict.fromkeys(even_batch(count, most) for most in calls)
+    for attention, gemm, batch in product((None, *["flash4"] * flash4), ("exact", "fp8"), batches):
+        name = ", ".join(["ours, fast", gemm, *[attention] * bool(attention), f"batch {batch}"])
+        yield name, partial(of_ours, gemm, batch, attention)
     if plain:
         yield "diffusers, no autocast", lambda: of_diffusers(False)
         yield "ours, plain", lambda: list(vae.decode(latents))

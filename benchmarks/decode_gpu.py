@@ -70,6 +70,7 @@ def arguments(words: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--shape")
     parser.add_argument("--whole", action="store_true", help="whole clips alone")
     parser.add_argument("--plain", action="store_true", help="clips also without autocast and by modules")
+    parser.add_argument("--flash4", action="store_true", help="clips also with attention by flash-attn-4")
     parser.add_argument("--calls", default=str(FAST_CALL_TILES), help="of clips: the most tiles a call")
     parser.add_argument("--batches", default="1,2,4,7,8")
     parser.add_argument("--ways", default="", help="a regular expression: only these, and the plain one")
@@ -88,7 +89,8 @@ def measured(
 ) -> Iterator[Row]:
     """Every row in turn."""
     calls = list(map(int, args.calls.split(",")))
-    yield from clips(vae, settings, latents, calls, args.repeats if args.whole else 1, plain=args.plain)
+    more = {"plain": args.plain, "flash4": args.flash4}
+    yield from clips(vae, settings, latents, calls, args.repeats if args.whole else 1, **more)
     if not args.whole:
         batches = list(map(int, args.batches.split(",")))
         cuda = vae.device.type == "cuda"

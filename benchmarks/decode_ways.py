@@ -70,7 +70,7 @@ def eager(vae: VideoVae, example: Tensor) -> Call:
 
 
 def fast(vae: VideoVae, example: Tensor, kind: str | None = None, gemm: str = "exact") -> Call:
-    """Our own forward of the same weights; `kind`: one of torch's attention kernels; `gemm`: exact or fp8 products."""
+    """Our own forward of the same weights; `kind`: an attention kernel; `gemm`: exact or fp8 products."""
     return partial(FastDecoder.of(vae.parts, vae.device, gemm), attention=kind)
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from attention_packages import flash4, install
 from torch import Tensor
 
 from h3dist.errors import MissingDependency
@@ -92,6 +93,15 @@ def test_weights_are_held_once_and_the_modules_still_give_the_same_bits(device):
         assert block.attn.to_v.bias.data_ptr() == layer.qkv.bias[2 * C :].data_ptr()
 
 
+def test_attention_by_flash_attn_4_where_it_is_installed(monkeypatch):
+    vae, latents = random_vae(SIZES[0], "cpu"), draw(1, 24, 7, 2, 3)
+    fast = FastDecoder.of(vae.parts, vae.device)
+    with pytest.raises(MissingDependency, match="flash-attn-4"):
+        fast(latents, "flash4")
+    install(monkeypatch, flash4())
+    assert 0 < relative(fast(latents, "flash4"), fast(latents)) < 1e-6
+
+
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("size", SIZES, ids=["narrow", "wide"])
 def test_fp8_products_are_near_and_their_weights_stand_in_the_place_of_the_modules(device, size):
@@ -107,7 +117,7 @@ def test_fp8_products_are_near_and_their_weights_stand_in_the_place_of_the_modul
     raw = found.fast(latents)
     assert raw.dtype == exact.dtype and torch.equal(raw, beside(latents))
     assert 3e-3 < relative(raw, exact) < 0.1
-    assert relative(raw, replace(beside, forms=NARROW)(latents)) < (1e-6 if device == "cpu" else 2e-2)
+    assert relative(raw, replace(beside, forms=NARROW)(latents)) < (1e-6 if device == "cpu" else 4e-2)
 
 
 @pytest.mark.parametrize("device", DEVICES)

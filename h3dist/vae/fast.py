@@ -8,7 +8,7 @@ Shape letters: B tiles of a call; t y x latent frames, rows and columns of a til
 behind them; N = B L rows; C hidden; h heads; D head size; f feed-forward columns; p pixels of a latent's side.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
@@ -19,11 +19,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from h3dist.attention.flash4 import PACKAGE
 from h3dist.attention.sdpa import KERNELS
 from h3dist.tiles import HEAD, RAW_FRAMES, TAIL
 from h3dist.vae.choice import forms_for
 from h3dist.vae.forms import Forms, Product, Turns, add_scaled
 from h3dist.vae.narrow import narrowed
+
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]  # q, k, v and o, each [B, L, h, D]
 
 
 class Layer(NamedTuple):
@@ -71,12 +74,14 @@ class FastDecoder:
     def __call__(self, latents: Tensor, attention: str | None = None) -> Tensor:
         """Raw frames [B, 3, 22, Y, X] of the restored latents [B, 24, 7, y, x]: the chunk's 17 and the 5 of its tail.
 
-        `attention`: the one kernel of torch's to take, instead of the first that applies.
+        `attention`: the one kernel to take, of torch's or "flash4", instead of the first of torch's that applies.
+        Raises MissingDependency where flash-attn-4 is not there.
         """
         x_NC, L = self._tokens(latents)
         turns = self._turns(latents.shape, L, latents.device)
+        attend = _by_flash4() if attention == "flash4" else _by_torch
         with _kernels(latents.device, attention):
-            self._blocks(x_NC, turns, L)
+            self._blocks(x_NC, turns, L, attend)
         return self._frames(x_NC.view(-1, L, x_NC.shape[1]), latents.shape)
 
     def _tokens(self, latents: Tensor) -> tuple[Tensor, int]:
@@ -99,12 +104,12 @@ class FastDecoder:
         tables = (table[0, :, 0].chunk(2, dim=-1)[0].to(dtype) for table in self.decoder.rope(places[None]))
         return Turns(*(table.repeat(shape[0], 1) for table in tables))
 
-    def _blocks(self, x_NC: Tensor, turns: Turns, L: int) -> None:
+    def _blocks(self, x_NC: Tensor, turns: Turns, L: int, attend: Attend) -> None:
         """All layers; x_NC is their sum, in place."""
         forms, eps, linear = self.forms, self.eps, self.forms.linear
         h = forms.normed(x_NC, self.layers[0].norm1, eps, self.layers[0].qkv.bias.dtype)
         for layer, after in pairwise((*self.layers, None)):
-            y_NC = self._attend(linear(h, layer.qkv), turns, L)
+            y_NC = self._attend(linear(h, layer.qkv), turns, L, attend)
             h = forms.add_normed(x_NC, linear(forms.operand(y_NC), layer.out), layer.scale1, layer.norm2, eps)
             y_NC = linear(forms.gate(linear(h, layer.up_gate)), layer.down)
             if after:
@@ -112,12 +117,12 @@ class FastDecoder:
             else:
                 add_scaled(x_NC, y_NC, layer.scale2)
 
-    def _attend(self, qkv_N3C: Tensor, turns: Turns, L: int) -> Tensor:
+    def _attend(self, qkv_N3C: Tensor, turns: Turns, L: int, attend: Attend) -> Tensor:
         """Every token to all tokens of its tile, [N, C]."""
         qkv_N3hD = qkv_N3C.view(len(qkv_N3C), 3, self.heads, -1)
         self.forms.turn(qkv_N3hD, turns, self.eps)
-        q, k, v = qkv_N3hD.unflatten(0, (-1, L)).permute(2, 0, 3, 1, 4)  # each [B, h, L, D], a view
-        return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(len(qkv_N3C), -1)
+        q_BLhD, k_BLhD, v_BLhD = qkv_N3hD.unflatten(0, (-1, L)).unbind(2)
+        return attend(q_BLhD, k_BLhD, v_BLhD).reshape(len(qkv_N3C), -1)
 
     def _frames(self, x_BLC: Tensor, shape: torch.Size) -> Tensor:
         """Normed, projected to pixels, and every token's block put in its place."""
@@ -167,9 +172,19 @@ def _joined(linears: list[nn.Linear]) -> Product:
     return joined
 
 
+def _by_torch(q_BLhD: Tensor, k_BLhD: Tensor, v_BLhD: Tensor) -> Tensor:
+    q_BhLD, k_BhLD, v_BhLD = (x.transpose(1, 2) for x in (q_BLhD, k_BLhD, v_BLhD))
+    return F.scaled_dot_product_attention(q_BhLD, k_BhLD, v_BhLD).transpose(1, 2)
+
+
+def _by_flash4() -> Attend:
+    flash = PACKAGE.load()
+    return lambda q_BLhD, k_BLhD, v_BLhD: flash(q_BLhD, k_BLhD, v_BLhD)[0]
+
+
 def _kernels(device: torch.device, only: str | None) -> AbstractContextManager[None]:
     """torch's attention kernels on CUDA: `only` one, or the first that applies."""
     if device.type != "cuda":
         return nullcontext()
-    order = [KERNELS[only]] if only else [*KERNELS.values(), SDPBackend.MATH]
+    order = [KERNELS[only]] if only in KERNELS else [*KERNELS.values(), SDPBackend.MATH]
     return sdpa_kernel(order, set_priority=True)
