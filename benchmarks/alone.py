@@ -118,7 +118,7 @@ def measure(plan: Plan, rank: int, device: torch.device, *, fused: bool) -> dict
     the device.
     """
     clock, comm = Clock(device, REPEATS), still_comm(plan, rank, device)
-    denoiser = denoiser_of(random_weights(plan, rank, device), plan, comm, fused=fused, ahead=fused)
+    denoiser = denoiser_of(random_weights(plan, rank, device), plan, comm, fused=fused, reused=fused)
     weights = denoiser.weights
     x_sC = torch.randn((denoiser.own_rows, plan.dims.hidden), device=device, dtype=weights.dtype)
     stream = denoiser.stream(x_sC)

@@ -24,6 +24,7 @@ from h3dist.model.dense import Linear
 from h3dist.model.elementwise import FACTOR, NORM_EPS, SHIFT, Elementwise, Heads
 from h3dist.model.exchange import Alone
 from h3dist.model.fused import pairs_of
+from h3dist.model.reused import plain_fill, triton_fill
 from h3dist.model.rotary import Rotation
 
 Compile = Callable[[Callable[..., object]], Callable[..., object]]
@@ -87,11 +88,14 @@ def compilable(view: View, rows: int, device: torch.device) -> View:
 
 
 def opaque_linear() -> Linear:
-    """The plain product with the making of a dense NVFP4 weight as one operator."""
+    """The plain product with the making of a dense NVFP4 weight as one operator, on CUDA by the fused path's kernel."""
 
     @torch.library.custom_op("h3dist_compiled::dense", mutates_args=())
     def dense(codes: Tensor, scales: Tensor, global_scale: Tensor, N: int, K: int, dtype: torch.dtype) -> Tensor:
-        return Nvfp4Weight(codes, scales, global_scale, (N, K)).dense(dtype).contiguous()
+        fill = triton_fill() if codes.is_cuda else plain_fill
+        dense_NK = torch.empty((N, K), dtype=dtype, device=codes.device)
+        fill(Nvfp4Weight(codes, scales, global_scale, (N, K)), dense_NK)
+        return dense_NK
 
     @dense.register_fake
     def _(codes, scales, global_scale, N, K, dtype):  # noqa: ANN001, ANN202 (torch calls it)

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # One GPU, one call of ten minutes: the marked tests, which say whether what follows is of right results; then at the
 # three shapes each part alone, every attention backend that is installed, the plain step, diffusers' transformer, and
-# steps done otherwise: fused, with weights made dense ahead, by flash-attn-4, on FP8 and int8 products.
+# steps done otherwise: fused, with weights made dense in one memory alone, by flash-attn-4, on FP8 and int8 products.
 #   benchmarks/one_gpu.sh [FILE.json]        FILE: by default among the results, with the GPU's name and the date
 #   BLOCKS=50 LIMIT=3600 benchmarks/one_gpu.sh        the whole model; 10 of its 50 blocks fit the ten minutes
 #   SMOKE=1 benchmarks/one_gpu.sh /tmp/smoke.json     a small model on the CPU: does it all run?

@@ -176,7 +176,7 @@ def plan_of(way: str, args: argparse.Namespace, spec: Spec, layout: Layout, devi
 def measure(plan: Plan, comm: Comm, device: torch.device, *, fused: bool, chrome: Chrome) -> dict[str, Any]:
     """This rank's figures of a plan. Every rank must call it."""
     weights = random_weights(plan, comm.rank, device)
-    denoiser = denoiser_of(weights, plan, comm, fused=fused, ahead=fused)
+    denoiser = denoiser_of(weights, plan, comm, fused=fused, reused=fused)
     latents = tuple(x.to(device) for x in draw("comfy", 0, plan.geometry))
     clock, layers = Clock(device, UNPROFILED), plan.dims.layers
     for step in range(EVALUATIONS):

@@ -58,21 +58,19 @@ class Way:
 
     name: str
     fused: bool = False
-    ahead: bool = False
+    reused: bool = False
     compiled: str = ""
     graph: bool = False
 
 
 WAYS = (  # what takes seconds before what takes a compiler
     Way("plain"),
-    Way("fused", fused=True),
-    Way("fused+ahead", fused=True, ahead=True),  # what runtime.fused=on does
-    Way("fused: graph", fused=True, graph=True),
-    Way("fused+ahead: graph", fused=True, ahead=True, graph=True),
-    Way("between compiled", compiled="between"),
+    Way("reused", reused=True),  # weights made dense in one memory
+    Way("fused", fused=True, reused=True),  # what runtime.fused=on does
+    Way("fused: graph", fused=True, reused=True, graph=True),
+    Way("between compiled", compiled="between", reused=True),
     Way("block compiled", compiled="block"),
     Way("block compiled: graph", compiled="block", graph=True),
-    Way("between compiled+ahead", compiled="between", ahead=True),
     Way("block compiled as it is", compiled="as it is"),
 )
 
@@ -241,7 +239,7 @@ def forget(device: torch.device) -> None:
 def made(way: Way, weights: DenoiserWeights, plan: Plan, comm: Comm, compiler: str) -> Work:
     """An evaluation done this way, ready to be called. Raises whatever is not there."""
     device = weights.device
-    denoiser = denoiser_of(weights, plan, comm, fused=way.fused, ahead=way.ahead)
+    denoiser = denoiser_of(weights, plan, comm, fused=way.fused, reused=way.reused)
     video, audio = (x.to(device) for x in draw("comfy", 0, plan.geometry))
     view, block = parts(way, denoiser, compiler)
     if way.compiled == "block" and plan.fp4:

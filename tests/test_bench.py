@@ -28,7 +28,7 @@ from h3dist.topology import Ranks
 
 SPEC = Spec(("96x64x5",), size="small", device="cpu", text_rows=20, repeats=2)
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
-OFFLOAD = {"fused+ahead": False, "fused+ahead, offload": True}
+OFFLOAD = {"fused": False, "fused, offload": True}
 PARTS = {"weights", "products", "attention.sdpa", "dequantise", "elementwise", "copy", "step"}
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -159,16 +159,16 @@ def test_steps_done_otherwise_stand_beside_the_plain_one():
     """Exact ones equal it; rounded ones are as far off as their formats; what cannot be here says why."""
     found = run_suite(replace(SPEC, variants=("all",), blocks=2, repeats=1))
     entry = found["shapes"][0]
-    assert entry["blocks"] == 2 and entry["variants"].keys() == {"ahead", "gemm.fp8", "gemm.int8"}
+    assert entry["blocks"] == 2 and entry["variants"].keys() == {"reused", "gemm.fp8", "gemm.int8"}
     errors = {name: variant["error"] for name, variant in entry["variants"].items()}
-    assert errors["ahead"] == 0 and 0.01 < errors["gemm.fp8"] < 0.05 and 0.003 < errors["gemm.int8"] < 0.02
+    assert errors["reused"] == 0 and 0.01 < errors["gemm.fp8"] < 0.05 and 0.003 < errors["gemm.int8"] < 0.02
     told = entry["ratios"]["variants"]["gemm.fp8"]
     assert told["step_to_floor"] * entry["ratios"]["floor_seconds"] == pytest.approx(
         entry["variants"]["gemm.fp8"]["seconds"]
     )
     assert entry["ratios"]["floor_products"] == "products" and entry["ratios"]["floor_attention"] == "sdpa"
     assert {"products_fp8", "products_int8", "weights.fp8", "weights.int8"} <= entry["parts"].keys()
-    assert {"fused+ahead", "fused+ahead, flash4", "gemm.fp8, fused, cudnn_fp8"} <= entry["failed"].keys()
+    assert {"fused", "fused, flash4", "gemm.fp8, fused, cudnn_fp8"} <= entry["failed"].keys()
     assert "CUDA" in entry["failed"]["fused"] and "CUDA" in entry["absent"]["flash4"]
     assert entry["parts"]["attention.sdpa"]["error"] < 1e-6 and entry["parts"]["attention.sdpa"]["wrong"] is None
     text = summary(found)
@@ -331,11 +331,11 @@ def test_a_device_without_a_class_is_refused():
 
 
 def test_the_floor_alone_is_beside_steps_done_otherwise():
-    found = run_suite(replace(SPEC, variants=("ahead",), floor_only=True, blocks=2, repeats=1))
+    found = run_suite(replace(SPEC, variants=("reused",), floor_only=True, blocks=2, repeats=1))
     entry = found["shapes"][0]
     assert entry["parts"].keys() == {"weights", "products", "attention.sdpa", "velocity", "weights.auto"}
-    assert entry["variants"]["ahead"]["error"] == 0 and entry["ratios"]["variants"]["ahead"]["step_to_floor"] > 0
-    assert "| ahead |" in summary(found)
+    assert entry["variants"]["reused"]["error"] == 0 and entry["ratios"]["variants"]["reused"]["step_to_floor"] > 0
+    assert "| reused |" in summary(found)
 
 
 def test_blocks_left_in_the_host_s_memory_are_measured_beside_those_on_the_device(monkeypatch):
@@ -374,7 +374,7 @@ def measured_on(variant: variants.Variant, plan, comm) -> tuple[torch.Tensor, di
 def test_variants_are_chosen_by_set_or_by_name():
     fp8 = {variant.name for variant in variants.choose(["fp8"])}
     assert len(fp8) == 3 and all(name.startswith("gemm.fp8") for name in fp8)
-    assert [v.name for v in variants.choose(["ahead", "fused"])] == ["fused", "ahead"]
+    assert [v.name for v in variants.choose(["reused", "fused"])] == ["fused", "reused"]
     assert variants.choose(["all"]) == variants.ALL and variants.choose([]) == ()
     assert {v.name: v.offload for v in variants.choose(["offload"])} == OFFLOAD
     assert not any(variant.offload for variant in variants.choose(["exact", "fp8", "int8"]))

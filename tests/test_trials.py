@@ -22,8 +22,9 @@ def rows_of(path: Path) -> dict:
 
 def test_every_way_gives_the_plain_velocity_or_says_why_not(tmp_path, monkeypatch, capsys):
     out = tmp_path / "trials.json"
-    slow = ("block compiled as it is", "between compiled+ahead")  # the one to trace, the other beside its like
-    monkeypatch.setattr(trials, "WAYS", tuple(way for way in trials.WAYS if way.name not in slow))
+    monkeypatch.setattr(
+        trials, "WAYS", tuple(way for way in trials.WAYS if way.name != "block compiled as it is")
+    )  # slow
     assert trials.main([*SMALL, "--shapes", "64x64x5", "--json", str(out)]) == 0
     rows = {way: row for (_, way), row in rows_of(out).items()}
     assert rows.keys() == {way.name for way in trials.WAYS}
@@ -31,7 +32,7 @@ def test_every_way_gives_the_plain_velocity_or_says_why_not(tmp_path, monkeypatc
     assert done == {way.name for way in trials.WAYS if not (way.fused or way.graph)}
     assert all(rows[way]["error"] < 1e-6 and rows[way]["seconds"] > 0 for way in done)
     assert rows["block compiled"]["graph_breaks"] == rows["between compiled"]["graph_breaks"] == 0
-    assert "runtime.fused=on is for CUDA" in rows["fused+ahead"]["failed"]
+    assert "runtime.fused=on is for CUDA" in rows["fused"]["failed"]
     assert rows["block compiled: graph"]["failed"] == f"ConfigError: {trials.NEEDS_CUDA}"
     assert capsys.readouterr().out.count("\n| 64x64x5 |") == len(trials.WAYS)
 
@@ -75,11 +76,11 @@ def test_blocks_are_compiled_once(monkeypatch):
 def test_a_graph_gives_what_it_was_captured_from(tmp_path):
     out = tmp_path / "trials.json"
     words = ["--device", "cuda", "--size", "small", "--shapes", "64x64x22", "--repeats", "3", "--json", str(out)]
-    assert trials.main([*words, "--ways", "plain,fused,fused+ahead,fused: graph,fused+ahead: graph"]) == 0
+    assert trials.main([*words, "--ways", "plain,reused,fused,fused: graph"]) == 0
     rows = {way: row for (_, way), row in rows_of(out).items()}
     assert {row["failed"] for row in rows.values()} == {None}
-    for way in ("fused", "fused+ahead"):
-        assert 0 < rows[way]["error"] < 0.05 and rows[f"{way}: graph"]["error"] == pytest.approx(rows[way]["error"])
+    assert 0 < rows["fused"]["error"] < 0.05
+    assert rows["fused: graph"]["error"] == pytest.approx(rows["fused"]["error"])
 
 
 def test_a_way_that_failed_is_not_tried_again_and_none_is_begun_late(tmp_path, monkeypatch):

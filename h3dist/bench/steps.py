@@ -65,7 +65,7 @@ def measure_steps(plan: Plan, comm: Comm, device: torch.device, *, seed: int = 0
 def random_run(plan: Plan, comm: Comm, device: torch.device, *, seed: int = 0, fused: bool = False) -> Denoiser:
     """This rank's denoiser on random weights, tied to its peers: what a run has when it begins to denoise."""
     weights = random_weights(plan, comm.rank, device, seed=seed)
-    return denoiser_of(weights, plan, comm, seed=seed, fused=fused, ahead=fused)
+    return denoiser_of(weights, plan, comm, seed=seed, fused=fused, reused=fused)
 
 
 def random_weights(
@@ -79,9 +79,9 @@ def random_weights(
 
 
 def denoiser_of(
-    weights: DenoiserWeights, plan: Plan, comm: Comm, *, seed: int = 0, fused: bool = False, ahead: bool = False
+    weights: DenoiserWeights, plan: Plan, comm: Comm, *, seed: int = 0, fused: bool = False, reused: bool = False
 ) -> Denoiser:
-    """The denoiser of a plan on these weights. `fused`, `ahead`: the halves of `runtime.fused`.
+    """The denoiser of a plan on these weights. `fused`, `reused`: the halves of `runtime.fused`.
 
     Raises what an attention backend, a product or the fused path raises that cannot be here.
     """
@@ -100,7 +100,7 @@ def denoiser_of(
         exchange,
         backend.build(task, comm.share(backend.probe(task) if comm.rank == 0 else None)),
         _text_rows(plan, seed),
-        packing(linear_of_run(plan, weights, task.capability, exchange, reused=ahead), plan),
+        packing(linear_of_run(plan, weights, task.capability, exchange, reused=reused), plan),
         elementwise=elementwise,
     )
 

@@ -30,7 +30,7 @@ class Variant:
     attention: str | None = None
     gemm: str = "auto"
     fused: bool = False
-    ahead: bool = False
+    reused: bool = False
     offload: bool = False
 
     @property
@@ -40,16 +40,15 @@ class Variant:
 
 
 ALL = (
-    Variant("fused+ahead, flash4", attention="flash4", fused=True, ahead=True),
-    Variant("fused+ahead", fused=True, ahead=True),  # what runtime.fused=on does
-    Variant("fused", fused=True),
-    Variant("ahead", ahead=True),
+    Variant("fused, flash4", attention="flash4", fused=True, reused=True),
+    Variant("fused", fused=True, reused=True),  # what runtime.fused=on does
+    Variant("reused", reused=True),  # of it, weights made dense in one memory
     Variant("gemm.fp8", gemm="fp8"),
     Variant("gemm.fp8, fused, cudnn_fp8", attention="cudnn_fp8", gemm="fp8", fused=True),
     Variant("gemm.fp8, fused, sage2", attention="sage2", gemm="fp8", fused=True),
     Variant("gemm.int8", gemm="int8"),
     Variant("gemm.int8, fused, int8", attention="int8", gemm="int8", fused=True),
-    Variant("fused+ahead, offload", fused=True, ahead=True, offload=True),  # with runtime.offload=blocks
+    Variant("fused, offload", fused=True, reused=True, offload=True),  # with runtime.offload=blocks
 )
 
 SETS = {
@@ -57,7 +56,7 @@ SETS = {
     "exact": tuple(variant for variant in ALL if variant.kept == ("auto", False)),
     "fp8": tuple(variant for variant in ALL if variant.gemm == "fp8"),
     "int8": tuple(variant for variant in ALL if variant.gemm == "int8"),
-    "offload": tuple(v for v in ALL if v.name in ("fused+ahead", "fused+ahead, offload")),  # without and with
+    "offload": tuple(v for v in ALL if v.name in ("fused", "fused, offload")),  # without and with
 }
 
 
@@ -80,7 +79,7 @@ def measure(
     weights: as the variant keeps them. `offload`: what came over the bus in a step. Every rank must call it.
     """
     plan = replace(plan, attention=variant.attention or plan.attention)
-    denoiser = denoiser_of(weights, plan, comm, seed=seed, fused=variant.fused, ahead=variant.ahead)
+    denoiser = denoiser_of(weights, plan, comm, seed=seed, fused=variant.fused, reused=variant.reused)
     found = velocity(denoiser, plan, seed=seed)
     measured = run_steps(denoiser, plan, comm, seed=seed)
     made = Timing(measured.seconds[1:]).as_dict(resident_bytes=measured.resident, peak_bytes=measured.peak)
