@@ -5,6 +5,7 @@ import os
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from itertools import zip_longest
 from pathlib import Path
 
 import pytest
@@ -34,13 +35,17 @@ def pytest_collection_modifyitems(config, items):
 def _longest_first(items):
     """Files with the longest limits first, then those of most tests: at the end no process works on while others rest.
 
+    Those that wait for others more than they compute stand between the first ones, so that they run beside such.
     For `pytest -n N --dist loadfile --no-loadscope-reorder`.
     """
     files = {}
     for item in items:
         files.setdefault(item.path, []).append(item)
     ordered = sorted(files.values(), key=lambda own: (-max(map(_limit_of, own)), -len(own)))
-    return [item for own in ordered for item in own]
+    waiting = [own for own in ordered if own[0].get_closest_marker("waits")]
+    working = [own for own in ordered if not own[0].get_closest_marker("waits")]
+    pairs = zip_longest(working, waiting, fillvalue=[])
+    return [item for pair in pairs for own in pair for item in own]
 
 
 def _limit_of(item):

@@ -14,7 +14,7 @@ from h3dist.cloud.failures import (
     Refused,
 )
 
-pytestmark = needs_sshd
+pytestmark = [needs_sshd, pytest.mark.waits]
 
 
 def test_no_capacity_anywhere_says_all_that_was_tried(cloud: FakeRunpod, desk: Desk) -> None:

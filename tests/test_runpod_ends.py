@@ -18,7 +18,7 @@ from h3dist.cloud.failures import (
 )
 from h3dist.cloud.money import Limits
 
-pytestmark = needs_sshd
+pytestmark = [needs_sshd, pytest.mark.waits]
 
 
 def test_the_budget_ends_it(cloud: FakeRunpod, desk: Desk) -> None:

@@ -19,7 +19,7 @@ from h3dist.cloud.failures import (
 )
 from h3dist.errors import CheckpointError, OutputError
 
-pytestmark = needs_sshd
+pytestmark = [needs_sshd, pytest.mark.waits]
 
 
 def test_a_pod_that_never_gets_ready(cloud: FakeRunpod, desk: Desk) -> None:

@@ -9,7 +9,7 @@ import pytest
 from fake_runpod import FakeRunpod
 from runpod_desk import Desk, needs_sshd, python
 
-pytestmark = needs_sshd
+pytestmark = [needs_sshd, pytest.mark.waits]
 
 CELLS = """
 import json, pathlib, sys, time
