@@ -114,7 +114,7 @@ def measure(
     begun = time.perf_counter()
     status.enter("load")
     with comm.stage("load"):
-        denoiser = denoiser_of(made.of(plan, seed), plan, comm, seed=seed, fused=fused, ahead=fused)
+        denoiser = denoiser_of(made.of(plan, seed), plan, comm, seed=seed, fused=fused, reused=fused)
     stages["load"] = time.perf_counter() - begun
     status.enter("denoise")
     with comm.stage("denoise"):
