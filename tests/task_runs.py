@@ -120,13 +120,16 @@ def run_stages(
     site = Site(config, ranks, torch.device(device), comm, outputs)
     dfile = open_denoiser(config.model.denoiser)
     started = pipeline.start(site, {"request": fields}, dfile)
-    denoised = pipeline.denoise(site, pipeline.pack(pipeline.prepare(site, started), site))
-    share, prepared = started.plan.shares[seat.rank], denoised.packed.prepared
+    prepared = pipeline.prepare(site, started)
+    states_Lt = None if seat.rank else prepared.states_Lt.clone()
+    denoised = pipeline.denoise(site, pipeline.pack(prepared, site))
+    share = started.plan.shares[seat.rank]
     assert comm.counted == share.sent, "bytes sent are those of the plan"
     assert dfile.file.bytes_read == share.file_bytes, "bytes read are those of the plan"
     latents = {"video": denoised.video.cpu(), "audio": denoised.audio.cpu()}
-    if seat.rank:
+    if states_Lt is None:
         return latents
+    assert torch.equal(prepared.states_Lt, states_Lt), "nothing writes over what was made"
     kept = {kind: rows.cpu() for kind, rows in prepared.kept.items()}
     tags = denoised.packed.packing.token_tags[: started.plan.text_rows]
     return latents | {"trace": denoised.trace, "states": prepared.states_Lt.cpu(), "kept": kept, "tags": tags}
