@@ -56,7 +56,8 @@ def work(told: Mapping[str, Any], ranks: Ranks) -> None:
     status.enter("start")
     with Comm.connect(ranks, plans[0].layout, device, backend=runtime.backend, **how) as comm:
         comm.same("the plans", [plan.digest for plan in plans])
-        fused = agree_on_elementwise(comm, runtime.fused, device) is not PLAIN
+        with comm.stage("start"):
+            fused = agree_on_elementwise(comm, runtime.fused, device) is not PLAIN
         made = Weights(comm, device)
         for each, plan in in_time(comm, told, plans):
             stages = {"start": time.perf_counter() - begun}
