@@ -25,6 +25,7 @@ from h3dist.attending import agree_on_attention, begin_attention, capturing, tas
 from h3dist.attention.backend import Attention
 from h3dist.checkpoint.comfy import DenoiserFile, open_denoiser, open_slots
 from h3dist.comm import Comm
+from h3dist.comm.forms import choose_forms
 from h3dist.conditioning import encode_conditions
 from h3dist.config import Config
 from h3dist.decoding import Clean, assist, decode_alone, decode_together, vaes_for
@@ -297,7 +298,8 @@ def attention_of(site: Site, packed: Packed) -> tuple[Attention, dict[str, Any]]
 def denoiser(site: Site, packed: Packed, attention: Attention) -> Denoiser:
     """This rank's denoiser, tied to its peers by the exchange."""
     prepared, plan = packed.prepared, packed.prepared.started.plan
-    exchange = site.comm.exchange(plan)
+    fused = prepared.elementwise is not PLAIN
+    exchange = site.comm.exchange(plan, choose_forms(fused))
     weights, capability = prepared.weights, lowest_capability(site.device)
     return Denoiser(
         weights,
@@ -307,7 +309,7 @@ def denoiser(site: Site, packed: Packed, attention: Attention) -> Denoiser:
         exchange,
         attention,
         prepared.rows_LC,
-        packing(linear_of_run(plan, weights, capability, exchange, reused=prepared.elementwise is not PLAIN), plan),
+        packing(linear_of_run(plan, weights, capability, exchange, reused=fused), plan),
         prepared.kept,
         prepared.elementwise,
     )
