@@ -129,11 +129,8 @@ def read_block(
         "mlp.fc1": fc1_slice(dims, ffn),
         "mlp.fc2": fc2_slice(dims, ffn),
     }
-    beside = torch.device(device).type == "cuda"  # or each small copy waits for the large ones before it
-    norms = [
-        read_tensor(dfile, f"{name}.{norm}.weight").to(device, dtype, non_blocking=beside)
-        for norm in ("norm1", "norm2", "attn.q_norm", "attn.k_norm")
-    ]
+    read = [read_tensor(dfile, f"{name}.{norm}.weight") for norm in ("norm1", "norm2", "attn.q_norm", "attn.k_norm")]
+    norms = [norm.to(device, dtype, non_blocking=norm.is_pinned()) for norm in read]  # or each waits for large copies
     linears = [read_linear(dfile, f"{name}.{layer}", part).to(device) for layer, part in slices.items()]
     return BlockWeights(*norms, *linears)
 
