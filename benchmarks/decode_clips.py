@@ -1,4 +1,5 @@
-"""Whole clips: by diffusers' AutoencoderKLMiniMaxH3.decode, and by ours until frames are bytes on the host.
+"""Whole clips: by diffusers' AutoencoderKLMiniMaxH3.decode, by the block of its pipeline, from latents to pictures on
+the host, and by ours, from latents to bytes on the host.
 
 All share one decoder's weights. How far frames are from those of the first row is told in levels of 255.
 """
@@ -8,8 +9,10 @@ from dataclasses import replace
 from functools import cache, partial
 from itertools import product
 from statistics import median
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -20,7 +23,7 @@ from h3dist.vae import VideoVae
 from h3dist.vae.fast import FastDecoder
 from h3dist.vae.frames import to_levels
 
-Work = Callable[[], Any]  # frames raw [3, F, H, W], or u8 [f, H, W, 3] by chunks
+Work = Callable[[], Any]  # frames raw [3, F, H, W], or u8 [f, H, W, 3] by chunks, or pictures
 
 
 def clips(
@@ -33,7 +36,8 @@ def clips(
     plain: bool = False,
     flash4: bool = False,
 ) -> Iterator[Row]:
-    """diffusers' under autocast, then ours fast, by exact and by FP8 products, for each number of tiles a call.
+    """diffusers' under autocast and as a pipeline, then ours fast, by exact and by FP8 products, for each number of
+    tiles a call.
 
     `flash4`: then ours with attention by flash-attn-4 too. `plain`: then diffusers' as its pipelines call it, and ours
     in its modules.
@@ -65,6 +69,7 @@ def all_works(
         return list(replace(made, fast=partial(made.fast, attention=attention)).decode(latents, batch))
 
     yield "diffusers, autocast", lambda: of_diffusers(True)
+    yield "diffusers, its pipeline's block", partial(decode_step, theirs, restored)
     batches = dict.fromkeys(even_batch(count, most) for most in calls)
     for attention, gemm, batch in product((None, *["flash4"] * flash4), ("exact", "fp8"), batches):
         name = ", ".join(["ours, fast", gemm, *[attention] * bool(attention), f"batch {batch}"])
@@ -85,15 +90,39 @@ def diffusers_model(vae: VideoVae, settings: dict[str, Any]) -> Any:
     return model.eval()
 
 
+def decode_step(model: Any, latents: Tensor) -> list[Any]:
+    """The pictures that the decoding block of diffusers' pipeline gives, by its default."""
+    from diffusers.modular_pipelines import PipelineState
+    from diffusers.modular_pipelines.minimax_h3 import decoders, modular_pipeline
+    from diffusers.video_processor import VideoProcessor
+
+    pipeline = modular_pipeline.MiniMaxH3ModularPipeline
+    colours = {name: getattr(pipeline, name).fget(None) for name in ("pixel_mean", "pixel_std")}
+    processor = VideoProcessor(vae_scale_factor=16, do_normalize=False)  # as the block's own specification has it
+    parts = SimpleNamespace(vae=model, video_processor=processor, _execution_device=latents.device, **colours)
+    state = PipelineState()
+    state.set("latents", latents)  # the model's own mean and deviation are 0 and 1: they are restored already
+    state.set("output_type", "pil")
+    _, state = decoders.MiniMaxH3VideoDecodeStep()(parts, state)
+    return state.get("videos")[0]
+
+
+def as_frames(given: Any) -> Tensor:
+    """u8 [F, H, W, 3] on the host, of raw frames [3, F, H, W], of chunks of bytes, or of pictures."""
+    if isinstance(given, Tensor):
+        return to_levels(given.float()).cpu()
+    return torch.cat(
+        [chunk if isinstance(chunk, Tensor) else torch.from_numpy(np.array(chunk))[None] for chunk in given]
+    )
+
+
 def clip_row(name: str, work: Work, repeats: int, wanted: Tensor | None) -> tuple[Row, Tensor | None]:
     """`repeats` whole clips after a first one, and the frames u8 [F, H, W, 3] of that, on the host."""
     try:
         forget_peak()
         kept: list[Any] = []
         first, memory = clock(lambda: kept.append(work())), peak()
-        given = kept.pop()
-        frames = to_levels(given.float()).cpu() if isinstance(given, Tensor) else torch.cat(given)
-        del given
+        frames = as_frames(kept.pop())
         error, mean, worst = (None, None, None) if wanted is None else apart(frames, wanted)
         runs = tuple(clock(lambda: work() is None) for _ in range(repeats))
         equal = None if wanted is None else worst == 0

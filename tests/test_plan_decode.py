@@ -64,9 +64,9 @@ def test_calls_of_several_tiles_stay_whole_and_take_memory():
         assert all(tiles % batch == 0 for tiles in plan.decode.tiles)
         assert plan.decode.speedup >= {1: 0.9, 2: 0.88, 7: 0.7}[batch] * ranks
     alone = {device: make_plan(CLIP, released_dims(), 60, Layout(), device=device, **options) for device in TILE_BYTES}
-    assert {device: plan.decode.batch for device, plan in alone.items()} == {"cuda": 4, "cpu": 1}
+    assert {device: plan.decode.batch for device, plan in alone.items()} == {"cuda": 2, "cpu": 1}
     assert all(plan_of(ranks).decode.batch == 1 for ranks in (1, 8)), "not by the fast decoder"
-    assert "4 tiles a call, by the fast decoder" in alone["cuda"].text()
+    assert "2 tiles a call, by the fast decoder" in alone["cuda"].text()
     alone = make_plan(CLIP, released_dims(), 60, Layout(sp=2), decode_batch=2, **options)
     more = [
         fast["decode"] - plain["decode"] for fast, plain in zip(alone.memory, plan_of(2, "rank0").memory, strict=True)

@@ -34,7 +34,7 @@ DECODE_LABELS = ("decode.tiles", "decode.sound")
 FLOAT = 4
 TILE_ELEMENT = {"cuda": 2, "cpu": 4}  # bytes: the decoder gives float16 on CUDA, float32 on the CPU
 TILE_WORK = 1 << 28  # bytes: the widest point of one decoder layer on the 1797 tokens of a tile
-FAST_CALL_TILES = 4  # on CUDA: an H200 takes 17.9 ms a tile by the fast decoder in calls of 4, 18.5 in calls of 1 or 7
+FAST_CALL_TILES = 2  # on CUDA: an H200 takes 18.3 ms a tile so, 17.9 in calls of 4, which 8 ranks share less evenly
 # Parts of a tile's decoding: what rank 0 does to a tile (fades, colours, the copy to the host), and one audio latent.
 # Measured with benchmarks/parallel_decode.py, on a CPU and on an H200, beside a tile of the plain decoder.
 BESIDE = {"cpu": (0.0005, 0.0004), "cuda": (0.05, 0.009)}
