@@ -18,7 +18,7 @@ from h3dist.model.elementwise import NORM_EPS
 
 COLUMNS = 1024  # of one program of the kernels that need no whole row
 HEADS = 32  # of one program, of some rows
-ROWS, BLOCKS = 4, 64  # of a weight, of one program
+ROWS, BLOCKS = 2, 128  # of a weight, of one program
 TILE_ROWS, TILE_BLOCKS, BLOCK = tl.constexpr(128), tl.constexpr(4), tl.constexpr(16)  # NVFP4: how scales lie
 
 
