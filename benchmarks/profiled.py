@@ -3,6 +3,7 @@
 The parts are ranges of the host, put around a denoiser's own calls; what the denoiser does stays as it is.
 """
 
+import re
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
@@ -20,6 +21,7 @@ from h3dist.model.exchange import Exchange
 
 TURN = "trace.turn"
 PARTS = (ATTENTION, EXCHANGE)  # the innermost first
+CALL = re.compile(r"cu(da)?[A-Z]\w*$")  # cudaLaunchKernel, cuLaunchKernelEx
 
 
 def mark(denoiser: Denoiser) -> None:
@@ -115,16 +117,22 @@ def outermost(host: Sequence[Any], ranges: Container[str]) -> Iterator[tuple[Any
 def launches(events: Sequence[Any], host: Sequence[Any], ranges: Container[str]) -> Iterator[tuple[Any, int]]:
     """The device's events that are work, each with the time at which the host launched it.
 
-    A kernel shares its correlation id with the call that launched it; failing that, it names the operator around it,
-    or its own beginning has to do.
+    A kernel shares its correlation id with the call of CUDA that launched it, inside an operator or, as Triton's, in
+    none; failing that, it names the operator around it, or its own beginning has to do. Operators count for themselves.
     """
-    calls = {event.correlation_id(): event.start_ns() for event in host if event.linked_correlation_id()}
-    operators = {event.correlation_id(): event.start_ns() for event in host if not event.linked_correlation_id()}
+    calls = {event.correlation_id(): event.start_ns() for event in host if called(event)}
+    operators = {event.correlation_id(): event.start_ns() for event in host if not called(event)}
     for event in events:
         drawn = event.is_user_annotation() or event.name() in ranges or event.name().startswith("nccl:")
         if event.device_type() == DeviceType.CUDA and not drawn:
-            around = operators.get(event.linked_correlation_id(), event.start_ns())
+            linked = event.linked_correlation_id()  # 0 where it names none
+            around = operators.get(linked, event.start_ns()) if linked else event.start_ns()
             yield event, calls.get(event.correlation_id(), around)
+
+
+def called(event: Any) -> bool:
+    """Whether it is a call of CUDA's runtime or driver: such a call may name no operator."""
+    return bool(event.linked_correlation_id()) or CALL.match(event.name()) is not None
 
 
 def inside(at: int, ranges: Mapping[str, Sequence[tuple[int, int]]]) -> str | None:

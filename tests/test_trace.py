@@ -172,6 +172,37 @@ def test_a_kernel_belongs_where_the_host_launched_it_however_late_it_ran():
     assert [kernel.category for kernel in found] == ["packing", "attention", "packing", "elementwise", "exchange"]
 
 
+def test_a_launch_that_no_operator_made_is_found_by_its_own_id():
+    """Triton launches by the driver, from Python: its calls name no operator, whose ids count from 1 as theirs do."""
+    gpu = {"device": DeviceType.CUDA}
+    events = [
+        Event(TURN, 0, 50),
+        Event(TURN, 100, 500, correlation=1),
+        Event("cuLaunchKernelEx", 40, 41, correlation=4),
+        Event(EXCHANGE, 110, 200, correlation=2),
+        Event("cuLaunchKernelEx", 120, 122, correlation=5),
+        Event("cudaLaunchKernelExC", 130, 132, correlation=6, linked=3),
+        Event(ATTENTION, 210, 300, correlation=3),
+        Event("cuLaunchKernel", 220, 222, correlation=7),
+        Event("cumsum", 310, 320, correlation=9),
+        Event("aten::mul", 330, 340, correlation=5),  # an operator's id, not the call's
+        Event("aten::add", 110, 120, correlation=8),
+        Event("first turn's", 150, 190, **gpu, correlation=4),
+        Event("_turn", 215, 290, **gpu, correlation=5),  # it ran in the host's next range
+        Event("copy", 290, 295, **gpu, correlation=6, linked=3),
+        Event("_fill", 350, 450, **gpu, correlation=7),
+        Event("unknown", 460, 470, **gpu, correlation=8),  # its launch is not told; operators have no say in its id
+        Event("unknown", 460, 470, **gpu, correlation=9),
+    ]
+    assert kernels_of(events, "cuda") == [
+        Kernel("_turn", 0.215, 0.29, EXCHANGE),
+        Kernel("copy", 0.29, 0.295, EXCHANGE),
+        Kernel("_fill", 0.35, 0.45, ATTENTION),
+        Kernel("unknown", 0.46, 0.47, TURN),
+        Kernel("unknown", 0.46, 0.47, TURN),
+    ]
+
+
 def test_on_a_cpu_an_operator_counts_that_no_other_calls():
     events = [
         Event(TURN, 0, 50),
