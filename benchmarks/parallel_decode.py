@@ -20,7 +20,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -43,6 +43,7 @@ from h3dist.spread import Extra, Schedule, makespan, spread
 from h3dist.tiles import Cuts, cut_video
 from h3dist.topology import Ranks
 from h3dist.vae import VideoVae
+from h3dist.vae.fast import FastDecoder
 from h3dist.vae.frames import finish
 
 RESULTS = Path(__file__).parent / "results"
@@ -61,8 +62,8 @@ def main() -> int:
     parser.add_argument("--shape", default="1344x768x124")
     parser.add_argument("--times", type=Path)
     parser.add_argument("--counts", default="1,2")
-    parser.add_argument("--batch", type=int, default=1, help="tiles of a call; --times then has one of them")
-    parser.add_argument("--fast", action="store_true", help="the schedule of the fast decoder")
+    parser.add_argument("--batch", type=int, default=1, help="tiles of a call")
+    parser.add_argument("--fast", action="store_true", help="of the fast decoder: its schedule, or its tile")
     parser.add_argument("--repeats", type=int, default=REPEATS)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
@@ -80,7 +81,9 @@ def measure(args: argparse.Namespace) -> int:
     times = {
         "what": "measured job times of one clip, seconds; random weights of the released size",
         "shape": args.shape,
-        "tile": tile_seconds(device),
+        "tile": tile_seconds(device, args.batch, fast=args.fast),
+        "batch": args.batch,
+        "fast": args.fast,
         "chunk": chunk_seconds(clip, device),
         "sound": sound_seconds(clip, device),
         **_made(device),
@@ -92,14 +95,16 @@ def measure(args: argparse.Namespace) -> int:
     return 0
 
 
-def tile_seconds(device: torch.device) -> float:
-    """One call of the decoder; on a CPU extrapolated from its first layers."""
+def tile_seconds(device: torch.device, batch: int = 1, *, fast: bool = False) -> float:
+    """One of the tiles of a call of the decoder; on a CPU extrapolated from its first layers."""
     latents = torch.randn(1, 24, 7, 16, 16, device=device)
-    job = next(cut_video(7, 16, 16).jobs())
+    jobs = list(cut_video(7, 16, 16).jobs())[:1] * batch
 
     def seconds(layers: int) -> float:
         vae = random_video_vae(video_settings(decoder_num_layers=layers), device)
-        return _best(lambda: vae.decode_job(latents, job), device)
+        if fast:
+            vae = replace(vae, fast=FastDecoder.of(vae.parts, device))
+        return _best(lambda: list(vae.decode_jobs(latents, jobs, batch)), device) / batch
 
     if device.type == "cuda":
         return seconds(LAYERS)

@@ -27,6 +27,15 @@ def test_the_schedule_gains_nine_tenths_of_the_ranks(words, monkeypatch, capsys)
     assert "| 8 | 25.0" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(("batch", "fast"), [(1, False), (2, True)])
+def test_a_tile_is_timed_by_either_decoder(batch, fast, monkeypatch):
+    made, settings = [], decode_gpu.video_settings(**decode_gpu.TINY)
+    monkeypatch.setattr(parallel_decode, "video_settings", lambda decoder_num_layers: settings)
+    monkeypatch.setattr(parallel_decode, "_best", lambda work, device: made.append(work()) or 1.0)
+    assert parallel_decode.tile_seconds(torch.device("cpu"), batch, fast=fast) == 1 / batch
+    assert all(len(tiles) == batch for tiles in made) and len(made) == 2
+
+
 def test_every_way_to_do_tiles_runs_and_gives_the_same_tile(tmp_path, capsys):
     torch.set_num_threads(1)
     out = tmp_path / "ways.json"
