@@ -32,6 +32,7 @@ from h3dist.decoding import Clean, assist, decode_alone, decode_together, vaes_f
 from h3dist.deliver import deliver, delivery
 from h3dist.encoding import MediaWork, assist_media, encode_media
 from h3dist.fusing import agree_on_elementwise
+from h3dist.graphing import graphed
 from h3dist.intake import read_request
 from h3dist.material import read_material
 from h3dist.model.denoiser import Denoiser
@@ -266,6 +267,7 @@ def denoise(site: Site, packed: Packed) -> Denoised:
     keep = site.outputs is not None and site.outputs.trace is not None
     attention, told = attention_of(site, packed)
     with site.stage("denoise"), Steps(started.schedule.evaluations, shown=site.first) as steps:
+        evaluate, how = graphed(denoiser(site, packed, attention), site.config, started.plan, site.device)
 
         def on_step(step: int, video: Tensor, audio: Tensor) -> None:
             if keep:
@@ -274,7 +276,7 @@ def denoise(site: Site, packed: Packed) -> Denoised:
             steps.advance()
 
         video, audio = sample(
-            denoiser(site, packed, attention),
+            evaluate,
             packed.video,
             packed.audio,
             started.schedule,
@@ -282,7 +284,7 @@ def denoise(site: Site, packed: Packed) -> Denoised:
             contract=sampler.noise,
             on_step=on_step,
         )
-    return Denoised(packed, video, audio, trace, tuple(steps.seconds), told)
+    return Denoised(packed, video, audio, trace, tuple(steps.seconds), told, how())
 
 
 def attention_of(site: Site, packed: Packed) -> tuple[Attention, dict[str, Any]]:
@@ -322,7 +324,7 @@ def decode(site: Site, denoised: Denoised) -> None:
 
     def reports() -> list[RankReport]:
         read = started.dfile.file.bytes_read, started.text.file.bytes_read if started.text else 0
-        mine = report_of(site, read, time.perf_counter() - begun, denoised.attention)
+        mine = report_of(site, read, time.perf_counter() - begun, denoised.attention, denoised.graph)
         return [RankReport(**json.loads(text)) for text in comm.collect("reports", mine)]
 
     with site.stage("decode"):

@@ -132,6 +132,7 @@ def plan_on(
     dtype = compute_dtype(config, device)
     gemm = choose_gemm(config.runtime.gemm, capability, dtype)
     check_cuda(config, device)
+    check_graph(config, layout)
     check_transport(config, device)
     check_capture(config.attention.capture)
     fast = fast_decoder(config, device)
@@ -185,9 +186,10 @@ def fast_decoder(config: Config, device: str) -> bool:
 
 
 def check_cuda(config: Config, device: str) -> None:
-    """Raises `ConfigError` for what is made for CUDA alone: the fused path, and blocks in the host's memory."""
+    """Raises `ConfigError` for what is made for CUDA alone: the fused path, graphs, blocks in the host's memory."""
     for key, asked, off in (
         ("fused", config.runtime.fused == "on", "auto"),
+        ("graph", config.runtime.graph == "on", "auto"),
         ("offload", config.runtime.offload == "blocks", "none"),
     ):
         if asked and device != "cuda":
@@ -195,6 +197,19 @@ def check_cuda(config: Config, device: str) -> None:
             raise ConfigError(
                 f"runtime.{key}={value} is for CUDA devices, and this is {device}; use runtime.{key}={off}"
             )
+
+
+def check_graph(config: Config, layout: Layout) -> None:
+    """Raises `ConfigError` where steps are to be replayed in which the host or other ranks take part."""
+    if config.runtime.graph != "on":
+        return
+    for against, holds in (
+        (f"is for one rank, and these are {layout.world}", layout.world > 1),
+        ("does not go with runtime.offload=blocks", config.runtime.offload == "blocks"),
+        ("does not go with attention.capture", config.attention.capture is not None),
+    ):
+        if holds:
+            raise ConfigError(f"runtime.graph=on {against}; use runtime.graph=auto")
 
 
 def check_transport(config: Config, device: str) -> None:

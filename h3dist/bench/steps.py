@@ -19,6 +19,7 @@ from h3dist.comm import Comm
 from h3dist.comm.forms import choose_forms
 from h3dist.model.denoiser import Denoiser
 from h3dist.model.fused import choose_elementwise
+from h3dist.model.graphed import GraphedDenoiser
 from h3dist.model.linear import linear_of_run
 from h3dist.model.offload import OffloadedBlocks
 from h3dist.model.packed import packing
@@ -105,14 +106,14 @@ def denoiser_of(
     )
 
 
-def velocity(denoiser: Denoiser, plan: Plan, *, seed: int = 0) -> Tensor:
+def velocity(denoiser: Denoiser | GraphedDenoiser, plan: Plan, *, seed: int = 0) -> Tensor:
     """What the denoiser gives at the first evaluation, both streams, flat float32 on the CPU."""
     video, audio = (x.to(denoiser.weights.device) for x in draw("comfy", seed, plan.geometry))
     return torch.cat([part.flatten() for part in denoiser(video, audio, 0)]).float().cpu()
 
 
-def run_steps(denoiser: Denoiser, plan: Plan, comm: Comm, *, seed: int = 0) -> Measured:
-    """Run the plan's evaluations with a denoiser of `random_run`, on every rank of `comm`."""
+def run_steps(denoiser: Denoiser | GraphedDenoiser, plan: Plan, comm: Comm, *, seed: int = 0) -> Measured:
+    """Run the plan's evaluations with a denoiser of `denoiser_of`, on every rank of `comm`."""
     device = denoiser.weights.device
     cuda = device.type == "cuda"
     if cuda:
@@ -142,7 +143,9 @@ def _text_rows(plan: Plan, seed: int) -> Tensor:
     return torch.randn((plan.text_rows, plan.dims.hidden), generator=generator)
 
 
-def _run(denoiser: Denoiser, plan: Plan, device: torch.device, seed: int) -> tuple[tuple[float, ...], Tensor]:
+def _run(
+    denoiser: Denoiser | GraphedDenoiser, plan: Plan, device: torch.device, seed: int
+) -> tuple[tuple[float, ...], Tensor]:
     """Seconds of each evaluation and the final latents, flat float32 on the CPU."""
     stamps = [_now(device)]
     video, audio = (x.to(device) for x in draw("comfy", seed, plan.geometry))

@@ -17,6 +17,7 @@ from h3dist.bench.steps import denoiser_of, relative_error, run_steps, velocity
 from h3dist.bench.timing import Clock, Timing
 from h3dist.comm import Comm
 from h3dist.errors import ConfigError, nearest
+from h3dist.model.graphed import GraphedDenoiser
 from h3dist.model.offload import OffloadedBlocks
 from h3dist.model.weights import DenoiserWeights
 from h3dist.plan import Plan
@@ -32,6 +33,7 @@ class Variant:
     fused: bool = False
     reused: bool = False
     offload: bool = False
+    graph: bool = False
 
     @property
     def kept(self) -> tuple[str, bool]:
@@ -42,6 +44,7 @@ class Variant:
 ALL = (
     Variant("fused, flash4", attention="flash4", fused=True, reused=True),
     Variant("fused", fused=True, reused=True),  # what runtime.fused=on does
+    Variant("fused, graph", fused=True, reused=True, graph=True),  # with runtime.graph=on
     Variant("reused", reused=True),  # of it, weights made dense in one memory
     Variant("gemm.fp8", gemm="fp8"),
     Variant("gemm.fp8, fused, cudnn_fp8", attention="cudnn_fp8", gemm="fp8", fused=True),
@@ -57,6 +60,7 @@ SETS = {
     "fp8": tuple(variant for variant in ALL if variant.gemm == "fp8"),
     "int8": tuple(variant for variant in ALL if variant.gemm == "int8"),
     "offload": tuple(v for v in ALL if v.name in ("fused", "fused, offload")),  # without and with
+    "graph": tuple(v for v in ALL if v.name in ("fused", "fused, graph")),
 }
 
 
@@ -80,6 +84,8 @@ def measure(
     """
     plan = replace(plan, attention=variant.attention or plan.attention)
     denoiser = denoiser_of(weights, plan, comm, seed=seed, fused=variant.fused, reused=variant.reused)
+    if variant.graph:
+        denoiser = GraphedDenoiser(denoiser, strict=True)
     found = velocity(denoiser, plan, seed=seed)
     measured = run_steps(denoiser, plan, comm, seed=seed)
     made = Timing(measured.seconds[1:]).as_dict(resident_bytes=measured.resident, peak_bytes=measured.peak)

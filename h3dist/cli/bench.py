@@ -30,7 +30,7 @@ def bench(
         list[str] | None,
         typer.Option(
             "--variants",
-            metavar="all|exact|fp8|int8|offload|NAME",
+            metavar="all|exact|fp8|int8|offload|graph|NAME",
             help="Also whole steps done otherwise; may be repeated.",
         ),
     ] = None,

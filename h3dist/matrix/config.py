@@ -28,6 +28,7 @@ OF_BOTH = ("request.steps", "request.seed", "runtime.fused")
 WAYS = (  # how a clip is computed
     "runtime.gemm",
     "runtime.fused",
+    "runtime.graph",
     "runtime.offload",
     "encode.text",
     "encode.conditions",

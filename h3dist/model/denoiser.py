@@ -16,7 +16,7 @@ from h3dist.model.block import View, run_block
 from h3dist.model.dense import Linear, dense_linear
 from h3dist.model.elementwise import PLAIN, Elementwise, Run
 from h3dist.model.exchange import Exchange
-from h3dist.model.modulation import KEPT_PAIRS, PAIRS, STREAMS, Modulation
+from h3dist.model.modulation import KEPT_PAIRS, PAIRS, STREAMS, Modulation, StepTables
 from h3dist.model.narrow import activation_of_run
 from h3dist.model.residual import Residual
 from h3dist.model.rotary import rotation
@@ -51,7 +51,7 @@ class Denoiser:
         self.packing = packing
         self.modulation = modulation
         self.text_rows_LC = text_rows_LC.to(weights.device, weights.dtype)
-        self.kept = dict(kept or {})
+        self.kept = {kind: rows.to(weights.device, torch.float32) for kind, rows in (kept or {}).items()}
         self.own_rows = share.rows[1] - share.rows[0]
         self.segments = own_segments(packing, *share.rows)
         # Of the outputs only the clip's own are used: other rows may have either stream's final modulation.
@@ -73,10 +73,16 @@ class Denoiser:
 
         The latents are whole and equal on every rank, and so are the velocities, on the latents' device.
         """
+        return self.evaluate(video, audio, self.modulation.at(step))
+
+    @torch.no_grad()
+    def evaluate(self, video: Tensor, audio: Tensor, tables: StepTables) -> tuple[Tensor, Tensor]:
+        """The same with the modulation that is given. On one rank whose latents and weights are on one GPU nothing
+        here waits for it or comes from the host, once each kernel has run before."""
         stream = self.stream(self.embed(video, audio))
-        for block in range(len(self.weights.blocks)):
-            self.run_block(stream, block, step)
-        out_SO = self.view.exchange.gather_outputs(self.outputs(stream.whole(), step))
+        for block, table_R6C in enumerate(tables.blocks):
+            run_block(stream, self.weights.blocks[block], table_R6C, self.view)
+        out_SO = self.view.exchange.gather_outputs(self._outputs(stream.whole(), tables.final))
         return self.split(out_SO.to(video.device))
 
     def embed(self, video: Tensor, audio: Tensor) -> Tensor:
@@ -104,8 +110,10 @@ class Denoiser:
 
     def outputs(self, x_sC: Tensor, step: int) -> Tensor:
         """out_sO: both heads over own rows, in float32."""
-        modulate, table = self.view.elementwise.modulate, self.modulation.final[step]
-        h_sC = modulate(x_sC, self.weights.final_norm, table, self.final_runs)
+        return self._outputs(x_sC, self.modulation.final[step])
+
+    def _outputs(self, x_sC: Tensor, final_22C: Tensor) -> Tensor:
+        h_sC = self.view.elementwise.modulate(x_sC, self.weights.final_norm, final_22C, self.final_runs)
         return F.linear(h_sC.to(torch.float32), *self.weights.heads)
 
     def split(self, out_SO: Tensor) -> tuple[Tensor, Tensor]:

@@ -19,7 +19,6 @@ from h3dist.model.elementwise import PLAIN, Elementwise, Heads, Runs
 from h3dist.model.rotary import Rotation
 
 
-@lru_cache(maxsize=8)
 def pairs_of(runs: Runs, rows: int, device: torch.device) -> Tensor:
     """int32 [s]: each own row's row of the modulation table."""
     pairs_s = torch.zeros(rows, dtype=torch.int32)
@@ -60,17 +59,20 @@ def load() -> Elementwise:
     except ImportError as error:
         raise MissingDependency(f"runtime.fused=on needs triton: {error}") from error
 
+    # Kept as long as what uses them: a recorded step reads them where they lie.
+    pairs = lru_cache(maxsize=8)(pairs_of)
+
     def modulate(x_sC: Tensor, norm_C: Tensor, table_RnC: Tensor, runs: Runs) -> Tensor:
-        return kernels.modulate(x_sC, norm_C, table_RnC, pairs_of(runs, x_sC.shape[0], x_sC.device))
+        return kernels.modulate(x_sC, norm_C, table_RnC, pairs(runs, x_sC.shape[0], x_sC.device))
 
     def add_modulate(
         x_sC: Tensor, y_sC: Tensor, gates_RC: Tensor, norm_C: Tensor, table_RnC: Tensor, runs: Runs
     ) -> Tensor:
-        pairs_s = pairs_of(runs, x_sC.shape[0], x_sC.device)
+        pairs_s = pairs(runs, x_sC.shape[0], x_sC.device)
         return kernels.add_modulate(x_sC, y_sC, gates_RC, norm_C, table_RnC, pairs_s)
 
     def add(x_sC: Tensor, y_sC: Tensor, gates_RC: Tensor, runs: Runs) -> None:
-        kernels.add(x_sC, y_sC, gates_RC, pairs_of(runs, x_sC.shape[0], x_sC.device))
+        kernels.add(x_sC, y_sC, gates_RC, pairs(runs, x_sC.shape[0], x_sC.device))
 
     def turn(heads: Heads, out: Heads, q_norm_D: Tensor, k_norm_D: Tensor, rotation: Rotation) -> None:
         kernels.turn(heads[0], out[0], q_norm_D, *rotation)

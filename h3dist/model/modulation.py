@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -34,12 +35,23 @@ FINAL_CHUNKS = 2  # shift, scale
 MAX_PERIOD = 10000.0
 
 
+class StepTables(NamedTuple):
+    """One step's: a table [R, 6, C] for each block, and final [2, 2, C]."""
+
+    blocks: tuple[Tensor, ...]
+    final: Tensor
+
+
 @dataclass(frozen=True)
 class Modulation:
     """blocks: for each a table [n, R, 6, C], R 3 or with conditions 5; final [n, 2, 2, C]; in the compute dtype."""
 
     blocks: tuple[Tensor, ...]
     final: Tensor
+
+    def at(self, step: int) -> StepTables:
+        """Those of a step of the schedule, as views."""
+        return StepTables(tuple(table[step] for table in self.blocks), self.final[step])
 
 
 def tables(
