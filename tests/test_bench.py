@@ -378,5 +378,6 @@ def test_variants_are_chosen_by_set_or_by_name():
     assert variants.choose(["all"]) == variants.ALL and variants.choose([]) == ()
     assert {v.name: v.offload for v in variants.choose(["offload"])} == OFFLOAD
     assert not any(variant.offload for variant in variants.choose(["exact", "fp8", "int8"]))
+    assert [v.name for v in variants.choose(["graph"])] == ["fused", "fused, graph"]
     with pytest.raises(ConfigError, match=r"--variants 'fusd'.*exact.*did you mean"):
         variants.choose(["fusd"])

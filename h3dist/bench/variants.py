@@ -84,6 +84,8 @@ def measure(
     """
     plan = replace(plan, attention=variant.attention or plan.attention)
     denoiser = denoiser_of(weights, plan, comm, seed=seed, fused=variant.fused, reused=variant.reused)
+    if variant.graph and plan.layout.world > 1:
+        raise ConfigError(f"steps are replayed on one rank, and these are {plan.layout.world}")
     if variant.graph:
         denoiser = GraphedDenoiser(denoiser, strict=True)
     found = velocity(denoiser, plan, seed=seed)
