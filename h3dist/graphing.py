@@ -12,7 +12,7 @@ from h3dist.model.elementwise import PLAIN
 from h3dist.model.graphed import GraphedDenoiser
 from h3dist.plan import Plan
 
-# One H200, 2026-11-29, 1258 rows: the host takes 1.54 ms to start a block, the GPU 1.75 ms for it as a graph and 1.94
+# One H200, 2026-11-30, 1258 rows: the host takes 1.54 ms to start a block, the GPU 1.75 ms for it as a graph and 1.94
 # otherwise. What the GPU takes grows with the rows: at twice as many the host is well ahead, and nothing is left.
 ROWS = 2400
 STEPS = 24  # predicted: to record a step takes what the host needs for one and somewhat more, or the gain of 8 to 16
