@@ -86,7 +86,7 @@ def test_the_run_computes_as_the_plan_says(monkeypatch, dtype, fp4, amax, kind):
     rows = {"modulation": None, "rows_LC": None, "kept": {}, "elementwise": PLAIN}
     prepared = SimpleNamespace(started=SimpleNamespace(plan=plan), weights=SimpleNamespace(dtype=dtype), **rows)
     site = SimpleNamespace(
-        comm=SimpleNamespace(exchange=lambda plan: "exchange"),
+        comm=SimpleNamespace(exchange=lambda plan, forms: "exchange"),
         ranks=SimpleNamespace(rank=0),
         device=torch.device("cpu"),
     )
