@@ -65,7 +65,10 @@ class StandIn:
 
 
 def cannot(work: Work) -> Recorded:
-    raise RuntimeError("operation not permitted\nwhen stream is capturing")
+    try:
+        raise RuntimeError("operation not permitted\nwhen stream is capturing")
+    finally:
+        raise ValueError("the recording is invalid")
 
 
 @pytest.fixture(scope="module", params=["full", "curve"])
@@ -308,5 +311,6 @@ def test_on_a_gpu_steps_that_wait_for_the_host_go_on_unrecorded(dfile) -> None:
 
     wanted, denoiser = walked(waiting(), "euler", "cuda"), GraphedDenoiser(waiting())
     assert same(walked(denoiser, "euler", "cuda"), wanted) and "could not be recorded" in denoiser.told
+    assert torch.cuda.current_stream() == torch.cuda.default_stream()
     with pytest.raises(ConfigError, match=r"runtime\.graph=on: a step cannot be recorded here"):
         GraphedDenoiser(waiting(), strict=True)(*latents("cuda"), 0)

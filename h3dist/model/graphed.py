@@ -33,8 +33,9 @@ Record = Callable[[Callable[[], Velocities]], Recorded]
 
 def record_on_cuda(work: Callable[[], Velocities]) -> Recorded:
     """The work as a CUDA graph of the current device, which keeps the memory that it computes in."""
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # on a stream of torch's own
+    graph, here = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
+    # It records on a stream of torch's own, and where that fails, torch 2.13 stays there.
+    with torch.cuda.stream(here), torch.cuda.graph(graph, capture_error_mode="thread_local"):
         found = work()
     return Recorded(graph.replay, found)
 
@@ -102,7 +103,8 @@ class GraphedDenoiser:
             self._recorded = self._proved(self._record(work), found)
             self.told = "steps after the first are replayed"
         except Exception as error:  # of whatever class a kernel raises that cannot be recorded
-            why = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+            first = error.__context__ or error  # the end of a recording that failed raises once more
+            why = f"{type(first).__name__}: {(str(first).splitlines() or [''])[0]}"
             if self._strict:
                 raise ConfigError(
                     f"runtime.graph=on: a step cannot be recorded here ({why}); use runtime.graph=off"
