@@ -22,11 +22,10 @@ from h3dist.bench.timing import Clock
 from h3dist.checkpoint.nvfp4 import Nvfp4Weight
 from h3dist.checkpoint.tiles import code_shape, scale_shape
 from h3dist.comm import Comm
-from h3dist.comm.forms import Forms, choose_forms
+from h3dist.comm.forms import Forms, Turn, choose_forms
 from h3dist.comm.pieces import Pieces
 from h3dist.comm.wire import Group, Wire
 from h3dist.model.denoiser import Denoiser
-from h3dist.model.elementwise import Heads
 from h3dist.model.exchange import Exchange
 from h3dist.model.linear import Fp4Kernels, Fp4Linear
 from h3dist.model.packed import PackedLinear
@@ -115,8 +114,8 @@ def measure(plan: Plan, rank: int, device: torch.device, *, fused: bool) -> dict
     by name.
 
     What turns q and k, by norm and rotation, counts as packing beyond what it takes where they lie, which any block has
-    to do (`turn`). issued: the moves by the clock, in which the host may be what takes long; a step's host is ahead of
-    the device.
+    to do (`turn`), also where it makes codes of them. issued: the moves by the clock, in which the host may be what
+    takes long; a step's host is ahead of the device.
     """
     clock, comm = Clock(device, REPEATS), still_comm(plan, rank, device)
     denoiser = denoiser_of(random_weights(plan, rank, device), plan, comm, fused=fused, reused=fused)
@@ -179,19 +178,15 @@ def moves_of(
     q_pjD, k_pjD, v_pjD = torch.randn((rows, 3, heads, plan.dims.head_dim), **like).unbind(1)
     attention = StillAttention(denoiser.view.attention)
     bring = exchange.gather_projected if plan.exchange.rows == "plain" else packed(denoiser)
-
     block, view = weights.blocks[0], denoiser.view
-
-    def turn(some: Heads, out: Heads) -> None:
-        view.elementwise.turn(some, out, block.q_norm, block.k_norm, view.rotation)
-
-    turning = within(PACK, turn)
+    turn = view.elementwise.turn(block.q_norm, block.k_norm, view.rotation)
+    turning = Turn(*(call and within(PACK, call) for call in turn))
 
     def moves() -> None:
         bring(x_sC)
         exchange.attend(q_pjD, k_pjD, v_pjD, attention, turning)
 
-    return moves, lambda: turn((q_pjD, k_pjD, v_pjD), (q_pjD, k_pjD, v_pjD))
+    return moves, lambda: turn.where_they_lie((q_pjD, k_pjD, v_pjD))
 
 
 def packed(denoiser: Denoiser) -> Callable[[Tensor], object]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -19,9 +20,11 @@ from torch import Tensor
 from h3dist.attention.backend import Attention
 from h3dist.checkpoint.formats import Weight
 from h3dist.checkpoint.nvfp4 import Nvfp4Weight
+from h3dist.comm.forms import Kinds, Turn
+from h3dist.comm.pieces import Places
 from h3dist.model.block import View
 from h3dist.model.dense import Linear
-from h3dist.model.elementwise import FACTOR, NORM_EPS, SHIFT, Elementwise, Heads
+from h3dist.model.elementwise import FACTOR, NORM_EPS, SHIFT, Elementwise
 from h3dist.model.exchange import Alone
 from h3dist.model.fused import pairs_of
 from h3dist.model.reused import plain_fill, triton_fill
@@ -49,12 +52,15 @@ def add_modulated(
     return modulated(x_sC, norm_C, table_RnC, pairs_s)
 
 
-def turn(heads: Heads, out: Heads, q_norm_D: Tensor, k_norm_D: Tensor, angles: Rotation) -> None:
-    """q and k normed over the head and rotated, and v, into `out`: themselves, or where they are to go."""
-    for x_pjD, out_pjD, norm_D in zip(heads, out, (q_norm_D, k_norm_D), strict=False):
-        out_pjD.copy_(_turned(x_pjD, norm_D, angles))
-    if out[2] is not heads[2]:
-        out[2].copy_(heads[2])
+def turn(q_norm_D: Tensor, k_norm_D: Tensor, angles: Rotation, turned: Callable[..., Tensor] | None = None) -> Turn:
+    """q and k normed over the head and rotated, where they lie; one rank has no packets."""
+
+    def lay(heads: Kinds, places: Places, packet: Tensor | None) -> None:
+        assert packet is None
+        for x_pjD, norm_D in zip(heads, (q_norm_D, k_norm_D), strict=False):
+            x_pjD.copy_((turned or _turned)(x_pjD, norm_D, angles))
+
+    return Turn(lay)
 
 
 def _turned(x_pjD: Tensor, norm_D: Tensor, angles: Rotation) -> Tensor:
@@ -76,8 +82,10 @@ FORMS = Elementwise(lambda rotation: rotation, modulated, add_modulated, add_gat
 
 def compiled_between(view: View, rows: int, device: torch.device, compiler: Compile) -> View:
     """The view with each function between products compiled alone."""
-    functions = (compiler(function) for function in FORMS[1:])
-    return replace(view, runs=pairs_of(view.runs, rows, device).long(), elementwise=Elementwise(FORMS[0], *functions))
+    names = ("modulate", "add_modulate", "add", "activate")
+    forms = FORMS._replace(**{name: compiler(getattr(FORMS, name)) for name in names})
+    forms = forms._replace(turn=partial(turn, turned=compiler(_turned)))
+    return replace(view, runs=pairs_of(view.runs, rows, device).long(), elementwise=forms)
 
 
 def compilable(view: View, rows: int, device: torch.device) -> View:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from h3dist.comm.forms import Turn
 from h3dist.model.exchange import whole_product
 
 
@@ -130,8 +131,8 @@ class HandExchange:
     def column_spans(self, width: int) -> tuple[tuple[int, int], ...]:
         return ((0, width),)
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, attention: Callable[..., Tensor], turn: Callable) -> Tensor:
-        turn((q, k, v), (q, k, v))
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, attention: Callable[..., Tensor], turn: Turn) -> Tensor:
+        turn.where_they_lie((q, k, v))
         return self.to_rows(attention(*self.to_heads(q, k, v)))
 
     def amax(self, x: Tensor) -> Tensor:

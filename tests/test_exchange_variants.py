@@ -22,7 +22,7 @@ from world import World
 import h3dist.comm.exchange as exchange_module
 from h3dist.comm.codec import Int8
 from h3dist.comm.forms import PLAIN as PLAIN_FORMS
-from h3dist.comm.heads import as_they_are
+from h3dist.comm.forms import as_they_are
 from h3dist.comm.pieces import Place
 from h3dist.comm.rounding import Rounding
 from h3dist.errors import ConfigError, RankError

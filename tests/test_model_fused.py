@@ -24,15 +24,16 @@ from h3dist.bench.spec import Spec
 from h3dist.bench.steps import denoiser_of, random_weights, velocity
 from h3dist.checkpoint.formats import PlainWeight
 from h3dist.comm import Comm
+from h3dist.comm.pieces import Place
 from h3dist.errors import ConfigError, MissingDependency
 from h3dist.fp8 import to_rows_of_fp8
 from h3dist.fusing import agree_on_elementwise
 from h3dist.model import fused
 from h3dist.model.dense import dense_linear
-from h3dist.model.elementwise import NORM_EPS, PLAIN, Run, turn
+from h3dist.model.elementwise import NORM_EPS, PLAIN, Run
 from h3dist.model.narrow import Fp8Rows, activation_of_run, fp8_rounding, narrowed
 from h3dist.model.reused import ReusedLinear, made_dense, plain_fill, triton_fill
-from h3dist.model.rotary import Rotation, rotation
+from h3dist.model.rotary import Rotation, rotate, rotation
 from h3dist.plan import Layout
 from h3dist.topology import Ranks
 
@@ -197,11 +198,14 @@ def test_norm_and_rotation_of_queries_and_keys(
     angles = rotation(positions, (10000 ** (-torch.arange(freqs) / freqs)).to(device), dtype)
     norms = [1 + rows(device, dtype, D, seed=seed) / 4 for seed in (4, 5)]
     heads, before = tuple(x[:, 1 : j + 1] for x in qkv.unbind(1)), qkv.clone()
-    out = heads if place == "where they lie" else torch.full_like(qkv[:, :, :j], torch.nan).contiguous().unbind(1)
+    packet = torch.full_like(qkv[:, :, :j], torch.nan).contiguous()
+    out = heads if place == "where they lie" else packet.unbind(1)
     expected = tuple(torch.empty_like(x) for x in heads)
-    turn(tuple(x[:, 1 : j + 1] for x in before.unbind(1)), expected, *norms, angles)
+    for a, b, norm in zip(before.unbind(1), expected, norms, strict=False):
+        rotate(F.rms_norm(a[:, 1 : j + 1], (D,), norm, NORM_EPS), angles, out=b)
     way = fused.load()
-    way.turn(heads, out, *norms, way.prepare(angles))
+    turn = way.turn(*norms, way.prepare(angles))
+    turn.lay(qkv.unbind(1), (Place(0, (0, p), (1, j + 1)),), None if out is heads else packet.flatten())
     for a, b in zip(out[:2], expected[:2], strict=True):
         close(a, b, dtype)
     assert torch.equal(out[2], before[:, 2, 1 : j + 1])
@@ -221,8 +225,8 @@ def test_offsets_past_32_bits_are_counted_in_rotation_and_activation() -> None:
     positions = torch.arange(3 * len(qkv), dtype=torch.float64).view(-1, 3) % 97
     angles = rotation(positions, torch.logspace(0, -3, 16, device="cuda"), dtype)
     norms = [1 + rows("cuda", dtype, 128, seed=seed) / 4 for seed in (4, 5)]
-    way.turn(qkv.unbind(1), qkv.unbind(1), *norms, way.prepare(angles))
-    turn(before.unbind(1), before.unbind(1), *norms, Rotation(angles.cos[tail], angles.sin[tail]))
+    way.turn(*norms, way.prepare(angles)).where_they_lie(qkv.unbind(1))
+    PLAIN.turn(*norms, Rotation(angles.cos[tail], angles.sin[tail])).where_they_lie(before.unbind(1))
     for a, b in zip(qkv[tail].unbind(1), before.unbind(1), strict=True):
         close(a, b, dtype)
     del qkv

@@ -318,12 +318,12 @@ def test_on_a_gpu_kernels_are_found_and_told_apart(tmp_path):
 @pytest.mark.parametrize(
     ("way", "kernels"),
     [
-        ("heads/2", {"_turn": 2 * 2 * 3, "_take": 2}),  # a group, a rank and a kind; a group
-        ("hidden/2", {"_turn": 2, "_take": 2}),
-        ("heads/1/int8", {"_turn": 2 + 3, "_encode": 3 + 1, "_decode": 3 + 1, "_take": 1}),  # own v is copied too
+        ("heads/2", {"_turn": 2, "_take": 2}),  # a group
+        ("hidden/2", {"_turn": 1, "_take": 2}),
+        ("heads/1/int8", {"_turn": 1, "_encode_turned": 1, "_encode": 1, "_decode": 2, "_take": 1}),
     ],
 )
-def test_on_a_gpu_each_piece_is_packed_and_unpacked_by_few_kernels(tmp_path, way, kernels):
+def test_on_a_gpu_all_pieces_are_packed_and_unpacked_by_one_kernel_each(tmp_path, way, kernels):
     out, gpu = tmp_path / "alone.json", ["--size", "small", "--device", "cuda", "--shape", "192x128x39"]
     trace.main([*gpu, "--fused", "--alone", "2", "--ways", way, "--json", str(out)])
     (row,) = json.loads(out.read_text())["alone"]

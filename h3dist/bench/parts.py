@@ -21,10 +21,11 @@ from h3dist.attention.backend import Attention, Backend, Task
 from h3dist.attention.check import compare
 from h3dist.bench.timing import Clock
 from h3dist.checkpoint.formats import Weight
+from h3dist.comm.forms import Turn
 from h3dist.model.block import run_block
 from h3dist.model.denoiser import Denoiser
 from h3dist.model.elementwise import PLAIN, Elementwise
-from h3dist.model.exchange import Product, Turn, whole_product
+from h3dist.model.exchange import Product, whole_product
 from h3dist.model.linear import dense_linear
 from h3dist.model.narrow import narrow_linear, narrowed
 from h3dist.model.residual import Residual
@@ -156,7 +157,7 @@ class Still:
         return ((0, width),)
 
     def attend(self, q_gHD: Tensor, k_gHD: Tensor, v_gHD: Tensor, attention: Attention, turn: Turn) -> Tensor:
-        turn((q_gHD, k_gHD, v_gHD), (q_gHD, k_gHD, v_gHD))
+        turn.where_they_lie((q_gHD, k_gHD, v_gHD))
         return attention(q_gHD, k_gHD, v_gHD)
 
     def amax(self, x: Tensor) -> Tensor:

@@ -7,18 +7,16 @@ Shape letters: r rows of a piece, k kinds, n heads, D head size.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from math import prod
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from h3dist.comm.forms import Forms, Kinds, coded_count, piece_shape, some
+from h3dist.comm.forms import Forms, Kinds, Turn, coded_count
 from h3dist.comm.pieces import Places
 from h3dist.comm.rounding import Rounding
-
-Turn = Callable[[Kinds, Kinds], None]  # norms and rotates some heads from one place into another, or where they are
 
 
 class Codec(Protocol):
@@ -31,7 +29,7 @@ class Codec(Protocol):
         """Elements of a piece of this shape on the wire."""
 
     def write(self, packet: Tensor, places: Places, kinds: Kinds, turn: Turn) -> None:
-        """Lays pieces of the kinds in a packet, turned: on their way, or before, where they are."""
+        """Lays pieces of the kinds in a packet, turned: on their way, or before, where they lie."""
 
     def read(self, packet: Tensor, places: Places, kinds: Kinds) -> None:
         """Takes pieces off the wire, into the kinds."""
@@ -50,9 +48,7 @@ class Plain:
         return prod(shape)
 
     def write(self, packet: Tensor, places: Places, kinds: Kinds, turn: Turn) -> None:
-        for place in places:
-            shape = piece_shape(place, kinds)
-            turn(some(kinds, place), packet[place.at : place.at + prod(shape)].view(shape).unbind(1))
+        turn.lay(kinds, places, packet)
 
     def read(self, packet: Tensor, places: Places, kinds: Kinds) -> None:
         self._forms.take(packet, places, kinds)
@@ -74,10 +70,11 @@ class Int8:
         return coded_count(shape)
 
     def write(self, packet: Tensor, places: Places, kinds: Kinds, turn: Turn) -> None:
-        for place in places:
-            heads = some(kinds, place)
-            turn(heads, heads)
-        sums = self._forms.encode(packet, places, kinds, self._rounding.asks)
+        encode = turn.encode
+        if encode is None:
+            turn.lay(kinds, places, None)
+            encode = self._forms.encode
+        sums = encode(packet, places, kinds, self._rounding.asks)
         if sums is not None:
             self._rounding.add(sums)
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from h3dist.comm.codec import Int8, Plain
-from h3dist.comm.forms import PLAIN, Forms
-from h3dist.comm.heads import Attention, HeadMoves, Turn, as_they_are
+from h3dist.comm.forms import PLAIN, Forms, Turn, as_they_are
+from h3dist.comm.heads import Attention, HeadMoves
 from h3dist.comm.rounding import Rounding
 from h3dist.comm.wire import Wire
 from h3dist.plan import Plan, Span, column_spans, length
@@ -95,7 +95,7 @@ class RankExchange:
         """o_gHD: my group's rows of our heads, of attention over all rows, once q and k are turned."""
         if self._moves is None:
             heads = q_pjD, k_pjD, v_pjD
-            turn(heads, heads)
+            turn.where_they_lie(heads)
             return attention(*heads)
         o_gHD = self._moves.attend((q_pjD, k_pjD, v_pjD), attention, turn)
         self.rounding.finish()

@@ -1,6 +1,6 @@
 """How a packet's pieces are taken off the wire, and how they are coded: the plain forms, in torch alone.
 
-`triton_pieces` has the same with one kernel for all pieces of a kind, which gives the same bits.
+`triton_pieces` has the same with one kernel for all pieces, which gives the same bits.
 
 A coded piece is its scales in float32, at any byte, and then its codes: round(x * (1 / scale)), halves to even, where
 scale = max |x| * (1 / 127) of CODED_ROWS rows of a kind and head, all in float32.
@@ -10,7 +10,7 @@ Shape letters: r rows of a piece, k kinds, n heads, D head size, b blocks of row
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from math import prod
 from typing import NamedTuple
 
@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from h3dist.comm.pieces import Place, Places
+from h3dist.comm.pieces import Place, Places, everything
 from h3dist.errors import MissingDependency
 from h3dist.plan.exchange import CODED_ROWS, SCALE_BYTES
 
@@ -38,6 +38,22 @@ class Forms(NamedTuple):
     take: Callable[[Tensor, Places, Kinds], None]
     encode: Callable[[Tensor, Places, Kinds, bool], Tensor | None]
     decode: Callable[[Tensor, Places, Kinds], None]
+
+
+class Turn(NamedTuple):
+    """What is done to q, k and v on their way: `as_they_are` nothing, or norm and rotation of q and k.
+
+    lay(kinds, places, packet): pieces turned and laid in a packet as `take` takes them, or with no packet turned where
+    they lie. encode(packet, places, kinds, count): as that of `Forms`, of pieces not turned yet, which may be left so;
+    None where what lies there is turned first.
+    """
+
+    lay: Callable[[Kinds, Places, Tensor | None], None]
+    encode: Callable[[Tensor, Places, Kinds, bool], Tensor | None] | None = None
+
+    def where_they_lie(self, kinds: Kinds) -> None:
+        """All rows and heads."""
+        self.lay(kinds, everything(*kinds[0].shape[:2]), None)
 
 
 def choose_forms(fused: bool) -> Forms:
@@ -70,13 +86,24 @@ def coded_count(shape: Sequence[int]) -> int:
     return SCALE_BYTES * prod(_blocks(shape)) + prod(shape)
 
 
+def laid(packet: Tensor, place: Place, kinds: Kinds) -> tuple[Tensor, ...]:
+    """Of each kind where a piece is that lies as it is."""
+    shape = piece_shape(place, kinds)
+    return packet[place.at : place.at + prod(shape)].view(shape).unbind(1)
+
+
+def each(kinds: Kinds, places: Places, packet: Tensor | None) -> Iterator[tuple[Place, Kinds, Kinds]]:
+    """Every piece, what it is of, and where it is to be laid: in a packet, or with none where it is."""
+    for place in places:
+        heads = some(kinds, place)
+        yield place, heads, heads if packet is None else laid(packet, place, kinds)
+
+
 def take(packet: Tensor, places: Places, kinds: Kinds) -> None:
     """Elements as they are."""
-    for place in places:
-        shape = piece_shape(place, kinds)
-        piece_rknD = packet[place.at : place.at + prod(shape)].view(shape)
-        for target, came in zip(some(kinds, place), piece_rknD.unbind(1), strict=True):
-            target.copy_(came)
+    for _, heads, came in each(kinds, places, packet):
+        for target, x in zip(heads, came, strict=True):
+            target.copy_(x)
 
 
 def encode(packet: Tensor, places: Places, kinds: Kinds, count: bool) -> Tensor | None:
@@ -136,4 +163,12 @@ def _by_rows(scales_bkn: Tensor, rows: int) -> Tensor:
     return scales_bkn.repeat_interleave(CODED_ROWS, dim=0)[:rows, ..., None]
 
 
+def _lay(kinds: Kinds, places: Places, packet: Tensor | None) -> None:
+    """Of what is turned already: copies."""
+    for _, heads, out in each(kinds, places, packet) if packet is not None else ():
+        for x, target in zip(heads, out, strict=True):
+            target.copy_(x)
+
+
 PLAIN = Forms(take, encode, decode)
+as_they_are = Turn(_lay)

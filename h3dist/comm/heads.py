@@ -3,8 +3,8 @@
 A rank's heads are cut in as many groups as the plan says; a rank with fewer heads has empty ones. While attention
 works on a group, q, k and v of the next one come and the output of the one before goes. Each move packs once and
 unpacks at most once: q, k and v are normed and rotated into the packet that they travel in, and attended to as they
-arrive; the output is sent as attention left it. Codes are made of q, k and v normed and rotated where they are, for
-other ranks alone: what stays here goes to its place as it is.
+arrive; the output is sent as attention left it. Codes are made of q, k and v normed and rotated, where they are or on
+their way, for other ranks alone: what stays here goes to its place as it is.
 
 Shape letters: S all rows; g rows of this rank's tp group; H heads of its tp share, j heads that it projects to, n of
 its heads in a group of heads; D head size.
@@ -15,19 +15,19 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
+from math import prod
 
 import torch
 from torch import Tensor
 
 from h3dist.comm.codec import Codec, Plain
-from h3dist.comm.forms import Forms
+from h3dist.comm.forms import Forms, Turn, as_they_are
 from h3dist.comm.pieces import Pieces, Place, Places, places
 from h3dist.comm.wire import Wire
 from h3dist.plan import Plan, Share, Span, length, split_ragged
 
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 Heads = tuple[Tensor, Tensor, Tensor]  # q, k and v
-Turn = Callable[[Heads, Heads], None]  # norms and rotates some heads from one place into another, or where they are
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ class HeadMoves:
         """o_gHD: attention over all rows of heads [p, j, D], turned, part by part, with the moves beside it."""
         o_gHD = heads[0].new_empty(self._rows[self._wire.group.index], self._held, heads[0].shape[2])
         if self._local:
-            turn(heads, heads)
+            turn.where_they_lie(heads)
         came = self._bring(self._parts[0], heads, turn)
         leave: Callable[[], None] = _nothing
         for part, after in zip(self._parts, (*self._parts[1:], None), strict=True):
@@ -135,7 +135,9 @@ class HeadMoves:
         if self._plain:
             return came.view(whole)
         qkv_S3nD = heads[0].new_empty(whole)
-        turn(_some(heads, part.spans[me]), qkv_S3nD[slice(*self._own)].unbind(1))
+        first, last = self._own
+        own = Place(first * prod(whole[1:]), (0, last - first), part.spans[me])
+        turn.lay(heads, (own,), qkv_S3nD.flatten())
         self._codec.read(came, part.coming, qkv_S3nD.unbind(1))
         return qkv_S3nD
 
@@ -162,13 +164,6 @@ class HeadMoves:
             return self._wire.all_to_all_later(label, sent, pieces, hold=False)
         came = self._wire.all_to_all(label, sent, pieces)
         return lambda: came
-
-
-def as_they_are(heads: Sequence[Tensor], out: Sequence[Tensor]) -> None:
-    """The turn of heads that are turned already."""
-    for x, target in zip(heads, out, strict=True):
-        if target is not x:
-            target.copy_(x)
 
 
 def _some(heads: Heads, span: Span) -> Heads:

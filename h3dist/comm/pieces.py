@@ -23,6 +23,11 @@ class Place:
 Places = tuple[Place, ...]
 
 
+def everything(rows: int, heads: int) -> Places:
+    """All rows and heads as one piece."""
+    return (Place(0, (0, rows), (0, heads)),)
+
+
 def places(counts: Sequence[int], rows: Sequence[Span], heads: Sequence[Span]) -> Places:
     """Those of pieces of so many elements, end to end."""
     begins = accumulate(counts[:-1], initial=0)

@@ -58,10 +58,7 @@ def run_block(stream: Residual, weights: BlockWeights, table_R6C: Tensor, view: 
 def attend(h_sC: Tensor, weights: BlockWeights, view: View) -> Tensor:
     """The attention output of this share's heads, [g, HD]: what the output projection takes."""
     heads = as_heads(projected(h_sC, weights.qkv, view), weights)
-
-    def turn(some: Heads, out: Heads) -> None:
-        view.elementwise.turn(some, out, weights.q_norm, weights.k_norm, view.rotation)
-
+    turn = view.elementwise.turn(weights.q_norm, weights.k_norm, view.rotation)
     return view.exchange.attend(*heads, view.attention, turn).flatten(1)
 
 

@@ -15,6 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from h3dist.comm.forms import Kinds, Turn, each
+from h3dist.comm.pieces import Places
 from h3dist.model.rotary import Rotation, rotate
 
 NORM_EPS = 1e-5  # of every norm: block, query and key, final, refiner
@@ -41,8 +43,8 @@ class Elementwise(NamedTuple):
 
     prepare(rotation): what `turn` takes, made once a request. modulate(x_sC, norm_C, table_RnC, runs): h_sC.
     add_modulate(x_sC, y_sC, gates_RC, norm_C, table_RnC, runs): x += gate * y, in place; then h_sC of the sum.
-    add(x_sC, y_sC, gates_RC, runs): x += gate * y, in place. turn(heads, out, q_norm_D, k_norm_D, prepared): q and k
-    normed over the head and rotated, and v as it is, into `out`, which may be `heads` themselves or other memory.
+    add(x_sC, y_sC, gates_RC, runs): x += gate * y, in place. turn(q_norm_D, k_norm_D, prepared): how q and k are normed
+    over the head and rotated where they lie, or on their way with v, which stays as it is.
     activate([g, 2f]): silu(gate) * up, [g, f], or what the product that takes it wants in its place.
     """
 
@@ -50,7 +52,7 @@ class Elementwise(NamedTuple):
     modulate: Callable[[Tensor, Tensor, Tensor, Runs], Tensor]
     add_modulate: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Runs], Tensor]
     add: Callable[[Tensor, Tensor, Tensor, Runs], None]
-    turn: Callable[[Heads, Heads, Tensor, Tensor, Any], None]
+    turn: Callable[[Tensor, Tensor, Any], Turn]
     activate: Callable[[Tensor], Any]
 
 
@@ -77,12 +79,18 @@ def add_modulated(
     return modulated(x_sC, norm_C, table_RnC, runs)
 
 
-def turn(heads: Heads, out: Heads, q_norm_D: Tensor, k_norm_D: Tensor, rotation: Rotation) -> None:
-    """q and k, each normed over the head and rotated, and v, into `out`: themselves, or where they are to go."""
-    for x_pjD, out_pjD, norm_D in zip(heads, out, (q_norm_D, k_norm_D), strict=False):
-        rotate(F.rms_norm(x_pjD, norm_D.shape, norm_D, NORM_EPS), rotation, out=out_pjD)
-    if out[2] is not heads[2]:
-        out[2].copy_(heads[2])
+def turn(q_norm_D: Tensor, k_norm_D: Tensor, rotation: Rotation) -> Turn:
+    """Piece by piece; `rotation` is of all rows."""
+
+    def lay(heads: Kinds, places: Places, packet: Tensor | None) -> None:
+        for place, some, out in each(heads, places, packet):
+            angles = Rotation(*(x[slice(*place.rows)] for x in rotation))
+            for x_rnD, out_rnD, norm_D in zip(some, out, (q_norm_D, k_norm_D), strict=False):
+                rotate(F.rms_norm(x_rnD, norm_D.shape, norm_D, NORM_EPS), angles, out=out_rnD)
+            if packet is not None:
+                out[2].copy_(some[2])
+
+    return Turn(lay)
 
 
 def activated(gate_up_g2f: Tensor) -> Tensor:

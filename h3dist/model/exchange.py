@@ -13,10 +13,7 @@ import torch
 from torch import Tensor
 
 from h3dist.attention.backend import Attention
-from h3dist.model.elementwise import Heads
-
-Turn = Callable[[Heads, Heads], None]  # some heads of all rows projected here, and where they go when turned
-
+from h3dist.comm.forms import Turn
 
 Product = Callable[[Tensor, Tensor], None]  # rows [r, C], and where their product [r, N] is to be
 
@@ -85,7 +82,7 @@ class Alone:
 
     def attend(self, q_pjD: Tensor, k_pjD: Tensor, v_pjD: Tensor, attention: Attention, turn: Turn) -> Tensor:
         heads = q_pjD, k_pjD, v_pjD
-        turn(heads, heads)
+        turn.where_they_lie(heads)
         return attention(*heads)
 
     def amax(self, x: Tensor) -> Tensor:

@@ -1,21 +1,22 @@
 """The work between products in as few passes over memory as it takes, for CUDA: `runtime.fused=on`.
 
-Norm and modulation, and the gated addition before them, are one kernel; so are query or key norm with rotation, in
-place or into the packet in which heads travel; silu(gate) * up; and a gated addition. Each has its plain form in
-`elementwise`, which it equals but for fewer roundings.
+Norm and modulation, and the gated addition before them, are one kernel; so are norms and rotation of queries and keys,
+in place, into the packet in which heads travel, or as its codes; silu(gate) * up; and a gated addition. Each has its
+plain form in `elementwise`, which it equals but for fewer roundings.
 
 Shape letters as in `elementwise`.
 """
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import torch
 from torch import Tensor
 
+from h3dist.comm.forms import Turn
 from h3dist.errors import ConfigError, MissingDependency
-from h3dist.model.elementwise import PLAIN, Elementwise, Heads, Runs
+from h3dist.model.elementwise import PLAIN, Elementwise, Runs
 from h3dist.model.rotary import Rotation
 
 
@@ -56,6 +57,7 @@ def load() -> Elementwise:
     """The fused path. Raises MissingDependency without triton."""
     try:
         from h3dist.model import triton_kernels as kernels
+        from h3dist.model import triton_turn as turns
     except ImportError as error:
         raise MissingDependency(f"runtime.fused=on needs triton: {error}") from error
 
@@ -74,10 +76,8 @@ def load() -> Elementwise:
     def add(x_sC: Tensor, y_sC: Tensor, gates_RC: Tensor, runs: Runs) -> None:
         kernels.add(x_sC, y_sC, gates_RC, pairs(runs, x_sC.shape[0], x_sC.device))
 
-    def turn(heads: Heads, out: Heads, q_norm_D: Tensor, k_norm_D: Tensor, rotation: Rotation) -> None:
-        kernels.turn(heads[0], out[0], q_norm_D, *rotation)
-        kernels.turn(heads[1], out[1], k_norm_D, *rotation)
-        if out[2] is not heads[2]:
-            kernels.copy(heads[2], out[2])
+    def turn(q_norm_D: Tensor, k_norm_D: Tensor, rotation: Rotation) -> Turn:
+        turning = turns.Turning(q_norm_D, k_norm_D, *rotation)
+        return Turn(partial(turns.turn, turning), partial(turns.encode, turning))
 
     return Elementwise(angles, modulate, add_modulate, add, turn, kernels.activate)

@@ -4,7 +4,7 @@
 All arithmetic is in float32, rounded to the tensor's dtype where the plain form's result is: once.
 
 Shape letters: s rows of the residual, g rows of the feed-forward half, C hidden, f feed-forward columns, R table rows;
-p rows projected to j heads of D, of which 2A channels turn by A angles; N rows and K columns of a weight.
+N rows and K columns of a weight.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from torch import Tensor
 from h3dist.model.elementwise import NORM_EPS
 
 COLUMNS = 1024  # of one program of the kernels that need no whole row
-HEADS = 32  # of one program, of some rows
 ROWS, BLOCKS = 2, 128  # of a weight, of one program
 TILE_ROWS, TILE_BLOCKS, BLOCK = tl.constexpr(128), tl.constexpr(4), tl.constexpr(16)  # NVFP4: how scales lie
 
@@ -55,40 +54,6 @@ def _add(x, y, gates, pairs, C, gates_row, WIDTH: tl.constexpr):
     value = tl.load(x + row * C + column, mask=inside, other=0.0).to(tl.float32)
     value += gate * tl.load(y + row * C + column, mask=inside, other=0.0).to(tl.float32)
     tl.store(x + row * C + column, value.to(x.dtype.element_ty), mask=inside)
-
-
-@triton.jit
-def _turn(
-    x, out, norm, cos, sin, rows, x_row, out_row, eps,
-    D: tl.constexpr, A: tl.constexpr, TURN: tl.constexpr,
-    ROWS: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr,
-):  # fmt: skip
-    """Some heads of some rows. Who writes an element has read it, and the one that it turns with: `out` may be `x`."""
-    index = tl.arange(0, ROWS * HEADS)[:, None]
-    row = tl.program_id(0).to(tl.int64) * ROWS + index // HEADS
-    head = tl.program_id(1) * HEADS + index % HEADS
-    half, rest = tl.arange(0, HALF)[None, :], 2 * A + tl.arange(0, REST)[None, :]
-    turns, stays = (row < rows) & (half < A), (row < rows) & (rest < D)
-    x += row * x_row + head * D
-    out += row * out_row + head * D
-    first = tl.load(x + half, mask=turns, other=0.0)
-    second = tl.load(x + A + half, mask=turns, other=0.0)
-    third = tl.load(x + rest, mask=stays, other=0.0)
-    if TURN:
-        a, b, c = first.to(tl.float32), second.to(tl.float32), third.to(tl.float32)
-        squares = tl.sum(a * a, axis=1) + tl.sum(b * b, axis=1) + tl.sum(c * c, axis=1)
-        scale = (1.0 / tl.sqrt(squares / D + eps))[:, None]
-        a *= scale * tl.load(norm + half, mask=half < A, other=0.0).to(tl.float32)
-        b *= scale * tl.load(norm + A + half, mask=half < A, other=0.0).to(tl.float32)
-        c *= scale * tl.load(norm + rest, mask=rest < D, other=0.0).to(tl.float32)
-        cosine = tl.load(cos + row * A + half, mask=turns, other=0.0).to(tl.float32)
-        sine = tl.load(sin + row * A + half, mask=turns, other=0.0).to(tl.float32)
-        first = (a * cosine - b * sine).to(out.dtype.element_ty)
-        second = (b * cosine + a * sine).to(out.dtype.element_ty)
-        third = c.to(out.dtype.element_ty)
-    tl.store(out + half, first, mask=turns)
-    tl.store(out + A + half, second, mask=turns)
-    tl.store(out + rest, third, mask=stays)
 
 
 @triton.jit
@@ -179,31 +144,6 @@ def add(x_sC: Tensor, y_sC: Tensor, gates_RC: Tensor, pairs_s: Tensor) -> None:
     rows, C = x_sC.shape
     if rows:
         _add[(rows, triton.cdiv(C, COLUMNS))](x_sC, y_sC, gates_RC, pairs_s, C, gates_RC.stride(0), WIDTH=COLUMNS)
-
-
-def turn(x_pjD: Tensor, out_pjD: Tensor, norm_D: Tensor, cos_pA: Tensor, sin_pA: Tensor) -> None:
-    """Every head normed and its leading 2A channels rotated, into out_pjD, which may be x_pjD itself."""
-    _lay(x_pjD, out_pjD, norm_D, cos_pA, sin_pA, turns=True)
-
-
-def copy(x_pjD: Tensor, out_pjD: Tensor) -> None:
-    """Heads as they are, from one place to another."""
-    half = x_pjD.new_empty(0, x_pjD.shape[2] // 2)
-    _lay(x_pjD, out_pjD, half, half, half, turns=False)
-
-
-def _lay(x_pjD: Tensor, out_pjD: Tensor, norm_D: Tensor, cos_pA: Tensor, sin_pA: Tensor, *, turns: bool) -> None:
-    (p, j, D), A = x_pjD.shape, cos_pA.shape[1]
-    assert x_pjD.stride()[1:] == out_pjD.stride()[1:] == (D, 1), (x_pjD.stride(), out_pjD.stride())
-    if not x_pjD.numel():
-        return
-    count = min(HEADS, j & -j)  # the largest power of two that divides j: no head is beyond
-    sizes = {"HALF": triton.next_power_of_2(A), "REST": triton.next_power_of_2(max(1, D - 2 * A))}
-    sizes |= {"ROWS": HEADS // count, "HEADS": count}
-    strides = x_pjD.stride(0), out_pjD.stride(0)
-    _turn[(triton.cdiv(p, HEADS // count), j // count)](
-        x_pjD, out_pjD, norm_D, cos_pA, sin_pA, p, *strides, NORM_EPS, D=D, A=A, TURN=turns, **sizes
-    )
 
 
 def activate(gate_up_g2f: Tensor) -> Tensor:
