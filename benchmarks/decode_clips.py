@@ -36,8 +36,8 @@ def clips(
     plain: bool = False,
     flash4: bool = False,
 ) -> Iterator[Row]:
-    """diffusers' under autocast and as a pipeline, then ours fast, by exact and by FP8 products, for each number of
-    tiles a call.
+    """diffusers' under autocast, then ours fast, by exact and by FP8 products, for each number of tiles a call, then
+    diffusers' as a pipeline.
 
     `flash4`: then ours with attention by flash-attn-4 too. `plain`: then diffusers' as its pipelines call it, and ours
     in its modules.
@@ -69,11 +69,11 @@ def all_works(
         return list(replace(made, fast=partial(made.fast, attention=attention)).decode(latents, batch))
 
     yield "diffusers, autocast", lambda: of_diffusers(True)
-    yield "diffusers, its pipeline's block", partial(decode_step, theirs, restored)
     batches = dict.fromkeys(even_batch(count, most) for most in calls)
     for attention, gemm, batch in product((None, *["flash4"] * flash4), ("exact", "fp8"), batches):
         name = ", ".join(["ours, fast", gemm, *[attention] * bool(attention), f"batch {batch}"])
         yield name, partial(of_ours, gemm, batch, attention)
+    yield "diffusers, its pipeline's block", partial(decode_step, theirs, restored)
     if plain:
         yield "diffusers, no autocast", lambda: of_diffusers(False)
         yield "ours, plain", lambda: list(vae.decode(latents))

@@ -37,8 +37,8 @@ TILE_WORK = 1 << 28  # bytes: the widest point of one decoder layer on the 1797 
 FAST_CALL_TILES = 2  # on CUDA: an H200 takes 18.3 ms a tile so, 17.9 in calls of 4, which 8 ranks share less evenly
 # Parts of a tile's decoding: what rank 0 does to a tile (fades, colours, the copy to the host), and one audio latent.
 # Measured with benchmarks/parallel_decode.py, on a CPU and on an H200, beside a tile of the plain decoder.
-BESIDE = {"cpu": (0.0005, 0.0004), "cuda": (0.05, 0.009)}
-FAST_TILE = {"cpu": 1.0, "cuda": 0.54}  # of a plain one: 18.2 ms of 33.8 on an H200
+BESIDE = {"cpu": (0.0005, 0.0004), "cuda": (0.007, 0.009)}
+FAST_TILE = {"cpu": 1.0, "cuda": 0.52}  # of a plain one: 17.7 ms of 33.8 on an H200
 
 
 @dataclass(frozen=True)
