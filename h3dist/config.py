@@ -53,7 +53,7 @@ class RuntimeConfig:
     gemm: str = "auto"  # dense, nvfp4, fp8 or int8 products; auto: nvfp4 on GPUs that have it, else dense
     offload: str = "none"  # blocks: they wait in the host's memory, two at a time on the device; CUDA only
     fused: str = "auto"  # fewer passes over memory between products, weights made dense ahead: on CUDA with triton
-    graph: str = "auto"  # steps replayed as a CUDA graph, on one rank; auto: where the canvas is small and steps many
+    graph: str = "off"  # on: steps after the first replayed as a CUDA graph, on one rank, for a slow host
 
 
 @dataclass
@@ -176,7 +176,7 @@ CHOICES: Mapping[str, tuple[str, ...]] = {
     "runtime.backend": ("auto", "nccl", "gloo"),
     "runtime.gemm": ("auto", "dense", "nvfp4", "fp8", "int8"),
     "runtime.fused": ("auto", "off", "on"),
-    "runtime.graph": ("auto", "off", "on"),
+    "runtime.graph": ("off", "on"),
     "runtime.offload": ("none", "blocks"),
     "parallel.mode": ("auto", "single", "ulysses", "tensor", "hybrid"),
     "exchange.variant": ("auto", "heads", "hidden"),

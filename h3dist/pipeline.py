@@ -32,12 +32,12 @@ from h3dist.decoding import Clean, assist, decode_alone, decode_together, vaes_f
 from h3dist.deliver import deliver, delivery
 from h3dist.encoding import MediaWork, assist_media, encode_media
 from h3dist.fusing import agree_on_elementwise
-from h3dist.graphing import graphed
 from h3dist.intake import read_request
 from h3dist.material import read_material
 from h3dist.model.denoiser import Denoiser
 from h3dist.model.elementwise import PLAIN
 from h3dist.model.exchange import Alone
+from h3dist.model.graphed import GraphedDenoiser
 from h3dist.model.linear import choose_linear, linear_of_run
 from h3dist.model.modulation import tables
 from h3dist.model.packed import packing
@@ -267,7 +267,9 @@ def denoise(site: Site, packed: Packed) -> Denoised:
     keep = site.outputs is not None and site.outputs.trace is not None
     attention, told = attention_of(site, packed)
     with site.stage("denoise"), Steps(started.schedule.evaluations, shown=site.first) as steps:
-        evaluate, how = graphed(denoiser(site, packed, attention), site.config, started.plan, site.device)
+        evaluate = denoiser(site, packed, attention)
+        if site.config.runtime.graph == "on":
+            evaluate = GraphedDenoiser(evaluate, checked=packed.prepared.attention.bound is not None)
 
         def on_step(step: int, video: Tensor, audio: Tensor) -> None:
             if keep:
@@ -284,7 +286,7 @@ def denoise(site: Site, packed: Packed) -> Denoised:
             contract=sampler.noise,
             on_step=on_step,
         )
-    return Denoised(packed, video, audio, trace, tuple(steps.seconds), told, how())
+    return Denoised(packed, video, audio, trace, tuple(steps.seconds), told)
 
 
 def attention_of(site: Site, packed: Packed) -> tuple[Attention, dict[str, Any]]:
@@ -324,7 +326,7 @@ def decode(site: Site, denoised: Denoised) -> None:
 
     def reports() -> list[RankReport]:
         read = started.dfile.file.bytes_read, started.text.file.bytes_read if started.text else 0
-        mine = report_of(site, read, time.perf_counter() - begun, denoised.attention, denoised.graph)
+        mine = report_of(site, read, time.perf_counter() - begun, denoised.attention)
         return [RankReport(**json.loads(text)) for text in comm.collect("reports", mine)]
 
     with site.stage("decode"):

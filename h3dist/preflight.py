@@ -189,7 +189,7 @@ def check_cuda(config: Config, device: str) -> None:
     """Raises `ConfigError` for what is made for CUDA alone: the fused path, graphs, blocks in the host's memory."""
     for key, asked, off in (
         ("fused", config.runtime.fused == "on", "auto"),
-        ("graph", config.runtime.graph == "on", "auto"),
+        ("graph", config.runtime.graph == "on", "off"),
         ("offload", config.runtime.offload == "blocks", "none"),
     ):
         if asked and device != "cuda":
@@ -209,7 +209,7 @@ def check_graph(config: Config, layout: Layout) -> None:
         ("does not go with attention.capture", config.attention.capture is not None),
     ):
         if holds:
-            raise ConfigError(f"runtime.graph=on {against}; use runtime.graph=auto")
+            raise ConfigError(f"runtime.graph=on {against}; use runtime.graph=off")
 
 
 def check_transport(config: Config, device: str) -> None:

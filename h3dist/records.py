@@ -67,7 +67,7 @@ class Packed:
 class Denoised:
     """The clean latents, equal on every rank; `trace` has both after every step, on rank 0, if asked for.
 
-    `attention`: what was found out about the backend. `graph`: whether steps were replayed, and why not.
+    `attention`: what was found out about the backend.
     """
 
     packed: Packed
@@ -76,4 +76,3 @@ class Denoised:
     trace: Mapping[str, Tensor]
     step_seconds: tuple[float, ...]
     attention: Mapping[str, Any]
-    graph: str

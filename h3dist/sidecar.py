@@ -28,7 +28,7 @@ class RankReport:
 
     rounding: where heads move as codes, sums of squares by kind: of the errors, and of the values. attention: the
     backend, rank 0's choice of kernel, and how far its first call was from exact attention, of any rank. transport:
-    by what heads moved, and why not by copies where those were asked for. graph: whether steps were replayed.
+    by what heads moved, and why not by copies where those were asked for.
     """
 
     device: str
@@ -40,19 +40,16 @@ class RankReport:
     attention: dict[str, Any] = field(default_factory=dict)
     text_bytes: int = 0
     transport: str = "collective"
-    graph: str = ""
 
 
-def report_of(
-    site: Site, read: tuple[int, int], decode_seconds: float, attention: Mapping[str, Any], graph: str
-) -> str:
-    """What this rank counted, and found out about the attention backend and the replay of steps, as JSON.
+def report_of(site: Site, read: tuple[int, int], decode_seconds: float, attention: Mapping[str, Any]) -> str:
+    """What this rank counted, and found out about the attention backend, as JSON.
 
     `read`: the bytes asked of the denoiser's file, and of the text encoder's.
     """
     name = torch.cuda.get_device_name(site.device) if site.device.type == "cuda" else "cpu"
     counted = dict(site.comm.counted), read[0], site.peak_memory(), decode_seconds
-    found = site.comm.rounding.sums(), dict(attention), read[1], site.comm.transport.told, graph
+    found = site.comm.rounding.sums(), dict(attention), read[1], site.comm.transport.told
     return json.dumps(asdict(RankReport(name, *counted, *found)))
 
 
@@ -85,7 +82,6 @@ def describe_run(
         "plan_digest": plan.digest if plan else None,
         "exchange": describe_exchange(plan.exchange.on(plan.layout), ranks) if plan else None,
         "attention": ranks[0].attention if ranks else None,
-        "graph": ranks[0].graph if ranks else None,
         "ranks": [_against_plan(plan, rank, report) for rank, report in enumerate(ranks)],
         "seconds": {name: round(value, 4) for name, value in seconds.items()},
         "step_seconds": [round(value, 4) for value in step_seconds],

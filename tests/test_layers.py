@@ -16,7 +16,7 @@ LAYERS = [
     {"comm", "attention"},
     {"model", "sampling", "text", "vae", "media", "saved", "compare"},
     {"preflight", "planner", "relief", "intake", "material", "job", "site", "progress", "sidecar"}
-    | {"attending", "fusing", "graphing"},
+    | {"attending", "fusing"},
     {"deliver", "decoding", "encoding", "records", "conditioning", "tiny"},
     {"pipeline"},
     {"workers", "processes", "torchrun"},

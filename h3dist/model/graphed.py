@@ -1,5 +1,5 @@
-"""The denoiser's steps as a CUDA graph: one launch a step, where the host would need about as long to start each kernel
-as the GPU to do it.
+"""The denoiser's steps as a CUDA graph, `runtime.graph=on`: one launch a step, where the host takes longer to start
+kernels than the GPU to do them.
 
 The first step is computed as ever, which compiles, tunes and checks what is done once; then the same is recorded. What
 differs between steps, the latents and the modulation, is copied to where the recorded step reads it.
@@ -64,17 +64,14 @@ class Inputs:
 class GraphedDenoiser:
     """A denoiser of one rank, called as one: the first call computes and records, the others replay.
 
-    What it gives is the caller's own. Where a step cannot be recorded, all are computed as ever and `told` says why;
-    `strict`: ConfigError. `checked`: a replay that does not give the first step's bits counts as such; it costs a
-    step, and is for attention that is not torch's own, whose kernels might go round the recording.
+    What it gives is the caller's own. Where a step cannot be recorded: ConfigError. `checked`: so it is where a replay
+    does not give the first step's bits; it costs a step, and is for attention that is not torch's own, whose kernels
+    might go round the recording.
     """
 
-    def __init__(
-        self, denoiser: Denoiser, *, strict: bool = False, checked: bool = False, record: Record = record_on_cuda
-    ) -> None:
+    def __init__(self, denoiser: Denoiser, *, checked: bool = False, record: Record = record_on_cuda) -> None:
         self.weights = denoiser.weights
-        self.told = "no step was recorded"
-        self._denoiser, self._strict, self._checked, self._record = denoiser, strict, checked, record
+        self._denoiser, self._checked, self._record = denoiser, checked, record
         self._inputs: Inputs | None = None
         self._recorded: Recorded | None = None
 
@@ -82,10 +79,8 @@ class GraphedDenoiser:
     def __call__(self, video: Tensor, audio: Tensor, step: int) -> Velocities:
         """As `Denoiser.__call__`. Raises ConfigError."""
         tables = self._denoiser.modulation.at(step)
-        if self._inputs is None:
+        if self._inputs is None or self._recorded is None:
             return self._first(video, audio, tables)
-        if self._recorded is None:
-            return self._denoiser(video, audio, step)
         self._inputs.take(video, audio, tables)
         self._recorded.replay()
         v_video, v_audio = self._recorded.found
@@ -101,15 +96,12 @@ class GraphedDenoiser:
         found = work()
         try:
             self._recorded = self._proved(self._record(work), found)
-            self.told = "steps after the first are replayed"
         except Exception as error:  # of whatever class a kernel raises that cannot be recorded
             first = error.__context__ or error  # the end of a recording that failed raises once more
             why = f"{type(first).__name__}: {(str(first).splitlines() or [''])[0]}"
-            if self._strict:
-                raise ConfigError(
-                    f"runtime.graph=on: a step cannot be recorded here ({why}); use runtime.graph=off"
-                ) from error
-            self.told = f"no: a step could not be recorded ({why})"
+            raise ConfigError(
+                f"runtime.graph=on: a step cannot be recorded here ({why}); use runtime.graph=off"
+            ) from error
         return found[0].to(video.device), found[1].to(audio.device)
 
     def _proved(self, recorded: Recorded, found: Velocities) -> Recorded:
