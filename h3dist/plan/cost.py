@@ -42,10 +42,7 @@ THERE, BACK = ("heads.to", "hidden.gather"), "heads.from"
 WIDTHS_OWN = 14  # C wide tensors read and written for an own row: two halves of norm 2, modulation 2, gate 3
 WIDTHS_HELD = 10  # H D wide ones for a group's row: norms of q and k 4, rotation 4, v's copy 2
 WIDTHS_FFN = 5  # f wide ones: silu reads 1 writes 1, product reads 2 writes 1
-WIDTHS_THERE, WIDTHS_BACK = (
-    2,
-    5,
-)  # H D wide ones for the exchange, as measured: q, k and v laid together, the output apart
+WIDTHS_THERE, WIDTHS_BACK = 2, 5  # H D wide ones for the exchange, as measured: q, k and v together, the output apart
 CODED_THERE, CODED_BACK = 6, 2  # and with a codec: into codes before, out of them after
 
 
