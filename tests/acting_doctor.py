@@ -56,13 +56,20 @@ def copy(how, *_):
         say(pair=pair, wrong=0, zero=False, size=100, gb_s=50.0)
 
 
-def exchange(how, *_):
-    """One rank: `how` it goes with P2P; without it, well."""
+def exchange(how, *more):
+    """One rank: `how` it goes with P2P; without it, well. "taken" FILE N: the first N ports are another's."""
     with_p2p = os.environ.get("NCCL_P2P_DISABLE") != "1"
     rank = int(os.environ["RANK"])
     Path(os.environ["NCCL_DEBUG_FILE"].replace("%p", str(os.getpid()))).write_text(
         f"x [0] NCCL INFO Channel 00/0 : 0[0] -> 1[1] via {'P2P/CUMEM/read' if with_p2p else 'SHM/direct/direct'}\n"
     )
+    if how == "taken" and rank == 0:
+        file = Path(more[0])
+        tried = file.read_text().split() if file.exists() else []
+        file.write_text(" ".join([*tried, os.environ["MASTER_PORT"]]))
+        if len(tried) < int(more[1]):
+            print("RankError: The server socket has failed to listen on any local network address", file=sys.stderr)
+            sys.exit(1)
     if how == "hang" and with_p2p:
         time.sleep(600)
     if how == "broken" or (how == "die" and with_p2p and rank == 1):

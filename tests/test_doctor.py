@@ -144,6 +144,16 @@ def test_an_exchange_that_never_works_is_said_to():
     assert "and without P2P too" in told(report.findings, "error")
 
 
+def test_ranks_whose_port_was_taken_meet_at_another(tmp_path):
+    tried = tmp_path / "tried"
+    report, _ = examined(machine="h200-x1", exchange=f"exchange taken {tried} 2")
+    assert report.exit_code == 0 and "every byte of an all-to-all right" in report.text(), report.text()
+    assert len(set(tried.read_text().split())) == 3
+    report, _ = examined(machine="h200-x1", exchange=f"exchange taken {tried} 9")
+    assert "failed to listen on any local network address" in told(report.findings, "error")
+    assert len(tried.read_text().split()) == 6
+
+
 def test_no_second_try_where_p2p_is_off_already(monkeypatch):
     monkeypatch.setenv("NCCL_P2P_DISABLE", "1")
     report, _ = examined(machine="rtxpro6000-node-x2", exchange="exchange broken")

@@ -27,6 +27,7 @@ LIMIT = 60.0  # seconds that each probe may take
 CHILD = (sys.executable, "-m", "h3dist.doctor.child")
 PATIENCE = 0.7  # of the limit: when ranks give each other up, so that they can say why
 GLOO_RANKS = 2
+MEETINGS, TAKEN = 3, "failed to listen"  # tries, and what torch says of a port that is another's
 NCCL_TELLS = {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT,P2P,SHM,NET"}  # for the probe alone
 
 
@@ -172,8 +173,19 @@ class Examination:
     def _exchange(
         self, kind: str, world: int, environ: Mapping[str, str] | None = None
     ) -> tuple[tuple[Ended, ...], tuple[str, ...]]:
-        """All ranks of an all-to-all, and the transports that NCCL told in its logs."""
-        port = free_port()
+        """All ranks of an all-to-all, and the transports that NCCL told in its logs.
+
+        Between its choice and their meeting another process may take the port: they meet at another one then.
+        """
+        for _ in range(MEETINGS):
+            ended, ways = self._meet(kind, world, free_port(), environ)
+            if not any(TAKEN in child.words for child in ended):
+                break
+        return ended, ways
+
+    def _meet(
+        self, kind: str, world: int, port: int, environ: Mapping[str, str] | None
+    ) -> tuple[tuple[Ended, ...], tuple[str, ...]]:
         patience = str(self.limit * PATIENCE)
         with tempfile.TemporaryDirectory(prefix="h3dist-doctor-") as folder:
             told = NCCL_TELLS | {"NCCL_DEBUG_FILE": f"{folder}/nccl.%p"}
