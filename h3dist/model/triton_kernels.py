@@ -68,15 +68,21 @@ def _activate(gate_up, out, f, WIDTH: tl.constexpr):
 
 
 @triton.jit
+def powers(largest):
+    """The largest power of two that keeps a magnitude within E4M3's 448, and its inverse; as in `h3dist.fp8`."""
+    bits = tl.maximum(largest, 7.888609052210118e-31).to(tl.int32, bitcast=True)  # 2^-100
+    over = tl.where((bits & 0x7FFFFF) > 0x600000, 1, 0)  # beyond 1.75 times its power of two; 448 is 1.75 * 2^8
+    exponent = 8 + 127 - (bits >> 23) - over
+    factor = ((127 + exponent) << 23).to(tl.float32, bitcast=True)
+    return factor, ((127 - exponent) << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def round_row(value, codes, scales, row, column, K):
     """A row in float32, zeros from column K on, as E4M3 and the power of two that it was divided by."""
-    largest = tl.maximum(tl.max(tl.abs(value), axis=0), 7.888609052210118e-31)  # 2^-100, as in `fp8`
-    bits = largest.to(tl.int32, bitcast=True)
-    over = tl.where((bits & 0x7FFFFF) > 0x600000, 1, 0)  # beyond 1.75 times its power of two; 448 is 1.75 * 2^8
-    exponent = 8 + 127 - (bits >> 23) - over  # of the largest power of two that keeps the row within 448
-    factor = ((exponent + 127) << 23).to(tl.float32, bitcast=True)
+    factor, inverse = powers(tl.max(tl.abs(value), axis=0))
     tl.store(codes + row * K + column, (value * factor).to(tl.float8e4nv), mask=column < K)
-    tl.store(scales + row, ((127 - exponent) << 23).to(tl.float32, bitcast=True))
+    tl.store(scales + row, inverse)
 
 
 @triton.jit

@@ -14,21 +14,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from h3dist.model.triton_kernels import rows_to_fp8
+from h3dist.model.triton_kernels import powers, rows_to_fp8
 from h3dist.vae.forms import Rows, Turns
 
 ROWS, NORM_WARPS = 2, 8  # of one program of the norms: weights are read once for its rows
 COLUMNS, ROW_WARPS = 1024, 8  # of one program of the gate, and of one that has a whole row of 8192
-
-
-@triton.jit
-def _powers(largest):
-    """The largest power of two that keeps a magnitude within E4M3's 448, and its inverse; as in `h3dist.fp8`."""
-    bits = tl.maximum(largest, 7.888609052210118e-31).to(tl.int32, bitcast=True)  # 2^-100
-    over = tl.where((bits & 0x7FFFFF) > 0x600000, 1, 0)  # beyond 1.75 times its power of two; 448 is 1.75 * 2^8
-    exponent = 8 + 127 - (bits >> 23) - over
-    factor = ((127 + exponent) << 23).to(tl.float32, bitcast=True)
-    return factor, ((127 - exponent) << 23).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -47,7 +37,7 @@ def _add_normed(
     factor = 1.0 / tl.sqrt(tl.sum(value * value, axis=1) / C + eps)[:, None]
     result = value * factor * tl.load(weights + column, mask=column < C, other=0.0).to(tl.float32)
     if NARROW:
-        power, inverse = _powers(tl.max(tl.abs(result), axis=1)[:, None])
+        power, inverse = powers(tl.max(tl.abs(result), axis=1)[:, None])
         result *= power
         tl.store(h_scales + row, inverse, mask=row < N)
     tl.store(h + where, result.to(h.dtype.element_ty), mask=here)
@@ -85,7 +75,7 @@ def _gate(up_gate, out, scales, f, NARROW: tl.constexpr, WIDTH: tl.constexpr):
     gate = tl.load(up_gate + row * 2 * f + f + column, mask=inside, other=0.0).to(tl.float32)
     result = up * gate / (1.0 + tl.exp(-gate))
     if NARROW:
-        power, inverse = _powers(tl.max(tl.abs(result), axis=0))
+        power, inverse = powers(tl.max(tl.abs(result), axis=0))
         result *= power
         tl.store(scales + row, inverse)
     tl.store(out + row * f + column, result.to(out.dtype.element_ty), mask=inside)
